@@ -1,0 +1,196 @@
+"""In process: what each form of the classifier answers, and how long it takes.
+
+Shape legend: N rows, C classes, B batch, S sequence.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from benchmarks.runs import Run
+from benchmarks.samples import summary
+from compressor.dataset import Encoded, encode, read_examples
+from compressor.evaluate import MODEL_FILE, OnnxPredictor, Predictor, TorchPredictor, measure, predict
+from compressor.latency import shaped_call
+from compressor.statistics import paired
+
+TEACHER, STUDENT = "teacher_pytorch", "student_int8"
+SHAPES = ((1, 32), (8, 32), (32, 32))  # batch, tokens
+THROUGHPUT_BATCH = 32
+WARMUP_CALLS = 3
+MIN_CALLS = 2
+# The threads of ONNX Runtime and of OpenMP go on spinning for tens of ms after a call; a call of another system made
+# meanwhile would be charged for them. Measured: on two cores it can make PyTorch ten times slower.
+SETTLE_S = 0.15
+
+log = logging.getLogger(__name__)
+Call = Callable[[], object]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Effort:
+    """How long to measure."""
+
+    rounds: int
+    """Turns that each system gets, in process."""
+    turn_s: float
+    """Seconds of one turn, in process."""
+    served_rounds: int
+    """Turns that each served model gets at each concurrency."""
+    served_turn_s: float
+    """Seconds of one turn, served."""
+
+
+FULL = Effort(rounds=10, turn_s=0.5, served_rounds=4, served_turn_s=4.0)
+QUICK = Effort(rounds=3, turn_s=0.3, served_rounds=2, served_turn_s=1.0)
+
+
+@dataclass(frozen=True)
+class System:
+    """One form of the classifier, loaded."""
+
+    predictor: Predictor
+    file: Path
+    """Its weights."""
+    encoded: Mapping[str, Encoded]
+    """Validation and test, through its own tokenizer."""
+
+
+def load_systems(run: Run, threads: int, scratch: Path) -> dict[str, System]:
+    """Teacher and student in every form, each with `threads` threads; `scratch` takes the encoded texts."""
+    import torch
+
+    from compressor.models import load_classifier, load_tokenizer
+
+    torch.set_num_threads(threads)
+
+    def encoded(folder: Path) -> dict[str, Encoded]:
+        tokenizer = load_tokenizer(folder)
+        return {
+            split: encode(run.corpus, split, tokenizer, run.max_tokens, cache=scratch)
+            for split in ("validation", "test")
+        }
+
+    def onnx(file: Path, texts: Mapping[str, Encoded]) -> System:
+        return System(OnnxPredictor(file, threads=threads), file, texts)
+
+    teacher, student = encoded(run.teacher.path), encoded(run.int8.path)
+    model = TorchPredictor(load_classifier(run.teacher.path, run.task))
+    return {
+        TEACHER: System(model, run.teacher.path / "model.safetensors", teacher),
+        "teacher_onnx": onnx(run.onnx.path / "teacher" / MODEL_FILE, teacher),
+        "student_fp32": onnx(run.onnx.path / "student" / MODEL_FILE, student),
+        STUDENT: onnx(run.int8.path / MODEL_FILE, student),
+    }
+
+
+def measure_systems(
+    systems: Mapping[str, System], logits: Mapping[str, NDArray[np.float32]], effort: Effort, seed: int
+) -> dict[str, dict[str, Any]]:
+    """By system: size, accuracy on the test rows (from `logits`), latency and throughput."""
+    latency = {"real_texts_batch_1": _real_calls(systems, 1, seed)}
+    for batch, tokens in SHAPES:
+        latency[f"{batch}x{tokens}"] = {
+            name: shaped_call(system.predictor, batch=batch, tokens=tokens) for name, system in systems.items()
+        }
+    times: dict[str, dict[str, list[float]]] = {}
+    for what, calls in latency.items():
+        log.info("in process: %s ...", what)
+        times[what] = time_in_turns(calls, effort, seed)
+    log.info("in process: throughput ...")
+    batches = time_in_turns(_real_calls(systems, THROUGHPUT_BATCH, seed), effort, seed)
+    teacher = systems[TEACHER]
+    return {
+        name: {
+            "size_bytes": system.file.stat().st_size,
+            "test": {
+                **measure(logits[name], system.encoded["test"].label_N),
+                "against_teacher": None
+                if system is teacher
+                else paired(logits[TEACHER], logits[name], teacher.encoded["test"].label_N),
+            },
+            "latency": {what: summary(times[what][name]) for what in times},
+            f"throughput_batch_{THROUGHPUT_BATCH}_texts_per_s": throughput(batches[name], THROUGHPUT_BATCH),
+        }
+        for name, system in systems.items()
+    }
+
+
+def test_logits(systems: Mapping[str, System]) -> dict[str, NDArray[np.float32]]:
+    """Logits (N, C) of each system on the test rows."""
+    return {name: predict(system.predictor, system.encoded["test"]) for name, system in systems.items()}
+
+
+def throughput(times_ms: list[float], batch: int) -> float:
+    """Texts a second of calls of `batch` texts each: all texts over all time."""
+    return batch * len(times_ms) / (sum(times_ms) / 1000)
+
+
+def time_tokenizer(run: Run, effort: Effort, seed: int) -> dict[str, Any]:
+    """How long the student's tokenizer takes for one validation text; in-process latencies are without it."""
+    from tokenizers import Tokenizer
+
+    tokenizer = Tokenizer.from_file(str(run.int8.path / "tokenizer.json"))
+    texts = validation_texts(run)
+    order = itertools.cycle(np.random.default_rng(seed).permutation(len(texts)).tolist())
+    return summary(
+        time_in_turns({"tokenizer": lambda: tokenizer.encode(texts[next(order)])}, effort, seed)["tokenizer"]
+    )
+
+
+def validation_texts(run: Run) -> list[str]:
+    """The validation texts as they were read."""
+    return list(read_examples(run.corpus.path / "validation.arrow")["text"])
+
+
+def _real_calls(systems: Mapping[str, System], batch: int, seed: int) -> dict[str, Call]:
+    """A call of each system on the next `batch` validation texts: one seeded order, padded to the longest of a batch."""
+
+    def call(system: System) -> Call:
+        texts = system.encoded["validation"]
+        rows = np.random.default_rng(seed).permutation(len(texts))
+        rows = np.resize(rows, max(1, len(rows) // batch) * batch).reshape(-1, batch)
+        batches = itertools.cycle([texts.batch(row_B) for row_B in rows])
+
+        def next_batch() -> object:
+            chosen = next(batches)
+            return system.predictor(chosen.input_ids_BS, chosen.mask_BS)
+
+        return next_batch
+
+    return {name: call(system) for name, system in systems.items()}
+
+
+def time_in_turns(calls: Mapping[str, Call], effort: Effort, seed: int) -> dict[str, list[float]]:
+    """Raw times in ms of each call, in turns of many calls, in a new order each round.
+
+    A busy machine hurts all alike; each turn starts with a pause and unmeasured calls, so that none pays for another.
+    """
+    times: dict[str, list[float]] = {name: [] for name in calls}
+    random = np.random.default_rng(seed)
+    for _ in range(effort.rounds):
+        for name in random.permutation(sorted(calls)).tolist():
+            time.sleep(SETTLE_S)
+            for _ in range(WARMUP_CALLS):
+                calls[name]()
+            times[name] += _turn(calls[name], effort.turn_s)
+    return times
+
+
+def _turn(call: Call, seconds: float) -> list[float]:
+    times_ms: list[float] = []
+    end = time.perf_counter() + seconds
+    while len(times_ms) < MIN_CALLS or time.perf_counter() < end:
+        start = time.perf_counter_ns()
+        call()
+        times_ms.append((time.perf_counter_ns() - start) / 1e6)
+    return times_ms

@@ -1,0 +1,325 @@
+"""Load on a served classifier, with real texts and sub-millisecond times.
+
+    locust -f benchmarks/locustfile.py --headless -u 16 -t 30s                       # HTTP on 127.0.0.1:8000
+    locust -f benchmarks/locustfile.py --headless -u 16 -t 30s --protocol grpc       # gRPC on 127.0.0.1:8001
+    locust -f benchmarks/locustfile.py --headless -u 16 -t 30s --host 10.0.0.5:8000 --raw raw.csv --summary load.json
+
+Closed loop: each user sends its next request when the last one is answered. Locust's own statistics round times; the
+percentiles printed at the end, `--raw` and `--summary` are of the unrounded times. Naming a class (`GrpcClassifier`)
+does what `--protocol` does; naming both mixes them. A request that is refused, or answered with something that cannot
+be an answer, is a failure, and any failure makes the exit code 1.
+"""
+
+# locust comes first: it patches the sockets and threads that the client uses.
+# isort: off
+import locust
+from locust import User, constant, events, task
+from locust.env import Environment
+from locust.runners import MasterRunner, WorkerRunner
+
+# isort: on
+import argparse
+import csv
+import functools
+import itertools
+import json
+import logging
+import math
+import random
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal, NamedTuple, NoReturn, cast
+
+import numpy as np
+
+from serving.client import Classification, Client
+from serving.errors import ServingError
+
+PERCENTILES = (50, 90, 95, 99)
+DEFAULT_TEXTS = Path("runs/sst2/1-corpus/validation.arrow")
+ADDRESSES = {"http": "127.0.0.1:8000", "grpc": "127.0.0.1:8001"}
+FIELDS = ("request", "start_s", "response_ms", "failed")
+Protocol = Literal["http", "grpc"]
+
+log = logging.getLogger(__name__)
+
+
+class Sample(NamedTuple):
+    """One request."""
+
+    request: str
+    """Protocol, model and texts per request."""
+    start_s: float
+    """When it was sent: seconds since the epoch."""
+    response_ms: float
+    failed: bool
+
+
+class WrongAnswerError(Exception):
+    """The server answered with something that cannot be an answer."""
+
+
+def add_arguments(parser: Any) -> None:
+    """The options of this file, beside locust's own."""
+    add = parser.add_argument
+    add("--protocol", choices=sorted(ADDRESSES), default="http", help="http (port 8000) or grpc (port 8001)")
+    add("--model", default="sst2", help="Served model that takes texts, like sst2 or sst2_teacher")
+    add("--batch", type=_positive, default=1, help="Texts per request. Default 1")
+    add("--seed", type=int, default=0, help="Decides the order of texts of each user. Default 0")
+    # Files are the business of who starts locust, not of who opens its page.
+    texts = f"Texts to send: .arrow or .jsonl with 'text' in each row, else one text a line. Default {DEFAULT_TEXTS}"
+    add("--texts", default=str(DEFAULT_TEXTS), help=texts, include_in_web_ui=False)
+    add("--raw", default="", help="CSV file for the time of each request", include_in_web_ui=False)
+    add("--summary", default="", help="JSON file for the percentiles of the raw times", include_in_web_ui=False)
+
+
+def _positive(value: str) -> int:
+    if not value.isdecimal() or int(value) < 1:
+        raise argparse.ArgumentTypeError(f"{value!r} must be a whole number of at least 1")
+    return int(value)
+
+
+class Recorder:
+    """The raw times of a run; in a distributed run the workers send theirs to the master."""
+
+    def __init__(self, environment: Environment) -> None:
+        self.texts: list[str] = []
+        """What users send."""
+        self._environment = environment
+        self._options = cast(Any, environment.parsed_options)
+        self._samples: list[Sample] = []
+        self._numbers = itertools.count()
+        self._is_worker = isinstance(environment.runner, WorkerRunner)
+        if not isinstance(environment.runner, MasterRunner):
+            self.texts = read_texts(Path(self._options.texts))
+        if not self._is_worker:
+            for name in (self._options.raw, self._options.summary):
+                if name:
+                    Path(name).touch()
+
+    def listen(self) -> None:
+        """Take part in the run."""
+        heard = cast(Any, self._environment.events)  # no type hints
+        heard.request.add_listener(self._keep)
+        heard.spawning_complete.add_listener(self._forget_spawning)
+        heard.report_to_master.add_listener(self._send)
+        heard.worker_report.add_listener(self._receive)
+        if not self._is_worker:
+            heard.quit.add_listener(self._finish)
+
+    def next_user(self) -> random.Random:
+        """The random stream of a new user: the same for the same seed and number of user."""
+        worker = getattr(self._environment.runner, "worker_index", 0)
+        return random.Random(f"{self._options.seed} {worker} {next(self._numbers)}")
+
+    def _keep(
+        self, request_type: str, name: str, response_time: float, exception: Any, start_time: float, **_: Any
+    ) -> None:
+        self._samples.append(Sample(f"{request_type} {name}", start_time, response_time, exception is not None))
+
+    def _forget_spawning(self, **_: Any) -> None:
+        if self._environment.reset_stats:
+            self._samples.clear()
+
+    def _send(self, data: dict[str, Any], **_: Any) -> None:
+        data["raw_samples"], self._samples = [tuple(sample) for sample in self._samples], []
+
+    def _receive(self, data: dict[str, Any], **_: Any) -> None:
+        self._samples += [Sample(*sample) for sample in data.get("raw_samples", [])]
+
+    def _finish(self, **_: Any) -> None:
+        summaries = summarize(self._samples)
+        if self._options.headless:
+            show = logging.getLogger("locust.stats_logger").info
+            show("From unrounded times of answered requests:")
+            for found in summaries:
+                show(_line(found))
+        if self._options.raw:
+            with Path(self._options.raw).open("w", newline="", encoding="utf-8") as file:
+                rows = csv.writer(file)
+                rows.writerow(FIELDS)
+                rows.writerows((*sample[:3], int(sample.failed)) for sample in self._samples)
+        if self._options.summary:
+            facts = {
+                "benchmark": "locust",
+                "command": sys.argv,
+                "locust": locust.__version__,
+                "users": self._options.num_users,
+                "seed": self._options.seed,
+                "texts": self._options.texts,
+                "requests": summaries,
+            }
+            Path(self._options.summary).write_text(
+                json.dumps(facts, indent=1, allow_nan=False) + "\n", encoding="utf-8"
+            )
+
+
+def summarize(samples: Sequence[Sample]) -> list[dict[str, Any]]:
+    """By kind of request: counts, answered requests a second, and percentiles in ms of those answered.
+
+    A percentile is None unless at least one answer is expected beyond it.
+    """
+    found = []
+    for name in sorted({sample.request for sample in samples}):
+        mine = [sample for sample in samples if sample.request == name]
+        times_ms = [sample.response_ms for sample in mine if not sample.failed]
+        began = min(sample.start_s for sample in mine)
+        seconds = max(sample.start_s + sample.response_ms / 1000 for sample in mine) - began
+        row: dict[str, Any] = {"request": name, "answered": len(times_ms), "failures": len(mine) - len(times_ms)}
+        row["answered_per_s"] = len(times_ms) / seconds if seconds > 0 else None
+        for percent in PERCENTILES:
+            known = len(times_ms) * (100 - percent) >= 100 or (percent == 50 and times_ms)
+            row[f"p{percent}_ms"] = float(np.percentile(times_ms, percent)) if known else None
+        found.append(row)
+    return found
+
+
+def _line(found: dict[str, Any]) -> str:
+    times = (found[f"p{percent}_ms"] for percent in PERCENTILES)
+    shown = ", ".join(
+        f"p{percent} {'-' if value is None else f'{value:.3f} ms'}"
+        for percent, value in zip(PERCENTILES, times, strict=True)
+    )
+    return f"{found['request']}: {shown}; {found['answered']} answered, {found['failures']} failures"
+
+
+def read_texts(path: Path) -> list[str]:
+    """The texts of a file. Raises ValueError if it has none, OSError if it cannot be read."""
+    if path.suffix == ".arrow":
+        import pyarrow as pa
+
+        with pa.memory_map(str(path)) as file, pa.ipc.open_stream(file) as stream:
+            texts: list[str] = stream.read_all().column("text").to_pylist()
+    else:
+        lines = [line for line in path.read_text(encoding="utf-8").split("\n") if line.strip()]
+        texts = [json.loads(line)["text"] for line in lines] if path.suffix == ".jsonl" else lines
+    if not texts or not all(isinstance(text, str) and text.strip() for text in texts):
+        raise ValueError("each row must hold a text, and there must be one at least")
+    return texts
+
+
+def check_answers(answers: Sequence[Classification], labels: Sequence[str], count: int) -> None:
+    """Raise WrongAnswerError unless there are `count` answers, each a known label with its probabilities."""
+    if len(answers) != count:
+        raise WrongAnswerError(f"{count} texts got {len(answers)} answers")
+    for answer in answers:
+        total = math.fsum(answer.probabilities.values())
+        if answer.label not in labels:
+            raise WrongAnswerError(f"label {answer.label!r} is none of {list(labels)}")
+        if not abs(total - 1) < 1e-3 or answer.score != max(answer.probabilities.values()):
+            raise WrongAnswerError(
+                f"score {answer.score} does not fit probabilities {list(answer.probabilities.values())}"
+            )
+
+
+class ClassifierUser(User):
+    """Asks for the labels of real texts, one request after the other."""
+
+    abstract = True
+    wait_time = constant(0)
+    protocol: Protocol
+    recorder: Recorder
+    """Of the run; set when locust starts."""
+
+    def on_start(self) -> None:
+        """Connect, and send one request that does not count: connecting is not what is measured."""
+        options = cast(Any, self.environment.parsed_options)
+        texts = list(self.recorder.texts)
+        self.recorder.next_user().shuffle(texts)
+        self._texts = itertools.cycle(texts)
+        self._batch = options.batch
+        self._name = f"{options.model} x{options.batch}"
+        self._server = connect(self.environment, self.protocol)
+        try:
+            self._server.classify([next(self._texts) for _ in range(self._batch)])
+        except ServingError as error:
+            log.warning("warm-up request failed: %s", error)
+
+    def on_stop(self) -> None:
+        """Disconnect."""
+        self._server.close()
+
+    @task
+    def classify(self) -> None:
+        """One request."""
+        texts = [next(self._texts) for _ in range(self._batch)]
+        exception: Exception | None = None
+        start_time, start = time.time(), time.perf_counter()
+        try:
+            answers = self._server.classify(texts)
+            response_ms = (time.perf_counter() - start) * 1000
+            check_answers(answers, self._server.labels, len(texts))
+        except (ServingError, WrongAnswerError) as error:
+            response_ms, exception = (time.perf_counter() - start) * 1000, error
+        self.environment.events.request.fire(
+            request_type=self.protocol.upper(),
+            name=self._name,
+            response_time=response_ms,
+            response_length=0,
+            exception=exception,
+            context={},
+            start_time=start_time,
+        )
+
+
+class HttpClassifier(ClassifierUser):
+    """Over HTTP."""
+
+    protocol = "http"
+
+
+class GrpcClassifier(ClassifierUser):
+    """Over gRPC."""
+
+    protocol = "grpc"
+
+
+def connect(environment: Environment, protocol: Protocol) -> Client:
+    """A client of the server that --host or the protocol's default names."""
+    if protocol == "grpc":
+        _make_grpc_cooperative()
+    options = cast(Any, environment.parsed_options)
+    return Client(environment.host or ADDRESSES[protocol], model=options.model, protocol=protocol)
+
+
+@functools.cache
+def _make_grpc_cooperative() -> None:
+    """Let gRPC wait in greenlets; once, and not before a process that locust forks off has been forked."""
+    from grpc.experimental import gevent
+
+    gevent.init_gevent()
+
+
+def prepare(environment: Environment, **_: Any) -> None:
+    """Choose the user class, read the texts, and see whether the server is ready; leave with one sentence if not."""
+    options = cast(Any, environment.parsed_options)
+    if not options.user_classes:
+        environment.user_classes = [
+            kind for kind in environment.user_classes if getattr(kind, "protocol", None) == options.protocol
+        ]
+    try:
+        recorder = Recorder(environment)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        _leave(f"--texts {options.texts}, --raw or --summary cannot be used: {error}")
+    ClassifierUser.recorder = recorder
+    recorder.listen()
+    if options.headless and not isinstance(environment.runner, MasterRunner):
+        for protocol in {kind.protocol for kind in environment.user_classes if issubclass(kind, ClassifierUser)}:
+            try:
+                with connect(environment, protocol) as client:
+                    labels = client.labels
+            except ServingError as error:
+                _leave(str(error))
+            log.info("%s answers %s", options.model, ", ".join(labels))
+
+
+def _leave(sentence: str) -> NoReturn:
+    log.error(sentence)
+    sys.exit(1)
+
+
+hooks = cast(Any, events)  # no type hints
+hooks.init_command_line_parser.add_listener(add_arguments)
+hooks.init.add_listener(prepare)

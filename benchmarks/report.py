@@ -1,0 +1,120 @@
+"""Turns results into JSON, text and Markdown, and says what they were measured on."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from compressor import machine
+from compressor.errors import ArtifactError
+
+MORE_PACKAGES = ("nvidia-pytriton", "tritonclient", "tokenizers", "grpcio")
+# Other work that takes more than this of the processor changes the times, those of PyTorch most: its threads wait for
+# each other many times in one call.
+BUSY_PERCENT = 10
+LOOK_S = 1.0
+MISSING = "-"
+
+
+@dataclass(frozen=True)
+class Table:
+    """A titled table of words."""
+
+    title: str
+    header: Sequence[str]
+    rows: Sequence[Sequence[str]]
+
+    def text(self) -> str:
+        """For a terminal: first column to the left, the others to the right."""
+        lines = [list(self.header), *(list(row) for row in self.rows)]
+        widths = [max(len(line[column]) for line in lines) for column in range(len(self.header))]
+        shown = [
+            "  ".join(cell.rjust(width) if place else cell.ljust(width) for place, (cell, width) in enumerate(cells))
+            for cells in (list(zip(line, widths, strict=True)) for line in lines)
+        ]
+        return "\n".join([self.title, *(f"  {line}".rstrip() for line in shown)])
+
+    def markdown(self) -> str:
+        """As GitHub renders it."""
+        rule = ["---", *("---:" for _ in self.header[1:])]
+        lines = [f"| {' | '.join(line)} |" for line in (self.header, rule, *self.rows)]
+        return "\n".join([f"## {self.title}", "", *lines])
+
+
+def number(value: float | int | None, digits: int = 2) -> str:
+    """A number for a table; a dash if it was not measured."""
+    return MISSING if value is None else f"{value:.{digits}f}"
+
+
+def percentiles(found: Mapping[str, Any]) -> str:
+    """`p50 / p95 / p99` of a summary, in ms."""
+    return " / ".join(number(found[name]) for name in ("p50_ms", "p95_ms", "p99_ms"))
+
+
+def context(*, command: str, seed: int, threads: int) -> dict[str, Any]:
+    """What every result says of its making: command, seed, machine, versions, and how busy the machine was before."""
+    busy = psutil.cpu_percent(LOOK_S)
+    versions = machine.versions()
+    for name in MORE_PACKAGES:
+        try:
+            versions[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return {
+        "command": command,
+        "seed": seed,
+        "threads": threads,
+        "cpu_in_use_before_percent": busy,
+        "machine_was_busy": busy > BUSY_PERCENT,
+        "machine": machine.fingerprint(),
+        "versions": versions,
+    }
+
+
+def headline(result: Mapping[str, Any]) -> str:
+    """The conditions in two lines."""
+    where = result["machine"]
+    busy = " by other work: do not publish these times" if result["machine_was_busy"] else ""
+    return (
+        f"{result['command']}\n"
+        f"{where['processor']}, {where['cores']} cores ({' '.join(where['cpu_flags'])}), {result['threads']} threads, "
+        f"seed {result['seed']}, {result['cpu_in_use_before_percent']:.0f} % of the processor in use before{busy}"
+    )
+
+
+def to_json(result: Mapping[str, Any]) -> str:
+    """One JSON object; a number that is none is null."""
+    return json.dumps(_finite(result), indent=1, allow_nan=False, ensure_ascii=False)
+
+
+def _finite(value: Any) -> Any:
+    match value:
+        case Mapping():
+            return {key: _finite(item) for key, item in value.items()}
+        case list() | tuple():
+            return [_finite(item) for item in value]
+        case float() if not math.isfinite(value):
+            return None
+        case _:
+            return value
+
+
+def write(out: Path, name: str, result: Mapping[str, Any], tables: Sequence[Table]) -> None:
+    """Write `<name>.json` and `<name>.md` into the folder `out`. Raises ArtifactError if the disk refuses."""
+    lines = headline(result).splitlines()
+    page = "\n\n".join([f"# {name}", f"`{lines[0]}`", *lines[1:], *(table.markdown() for table in tables)])
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        for suffix, text in ((".json", to_json(result)), (".md", page)):
+            partial = out / f".{name}{suffix}.new"
+            partial.write_text(text + "\n", encoding="utf-8")
+            partial.replace(out / f"{name}{suffix}")
+    except OSError as error:
+        raise ArtifactError(f"cannot write to --out {out}: {error.strerror}; choose another folder") from error

@@ -1,0 +1,237 @@
+"""A stage's result: a folder that is complete or absent, sealed by `manifest.json`.
+
+A stage writes into `<out>.partial`, puts the manifest there last, and renames the folder. So a folder called `<out>`
+is always whole; `kill -9` leaves at most the `.partial`, which the next run takes up or throws away.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from compressor import machine
+from compressor.errors import ArtifactError
+from compressor.sources import file_hash
+
+MANIFEST = "manifest.json"
+BEGUN = "begun.json"
+RESULT = "result.json"
+CHECKPOINT = "checkpoint"  # folder for what a stage needs only until it is finished
+FORMAT = 1
+
+
+@dataclass(frozen=True)
+class Artifact:
+    """A finished stage."""
+
+    path: Path
+    """Its folder."""
+    manifest: Mapping[str, Any]
+    """What the stage recorded: kind, key, files, parents, section, metrics, seconds, peak memory, machine."""
+
+    @classmethod
+    def open(cls, path: Path, *, kind: str) -> Artifact:
+        """The artifact in `path`, its files checked against their hashes.
+
+        Raises ArtifactError if it is not sealed, of another kind, or damaged.
+        """
+        artifact = read(path)
+        if artifact is None:
+            raise ArtifactError(f"{path} has no {MANIFEST}: the stage did not finish there; run it again")
+        if artifact.manifest["kind"] != kind:
+            raise ArtifactError(f"{path} holds {artifact.manifest['kind']!r}; this needs an artifact of kind {kind!r}")
+        for name, facts in artifact.manifest["files"].items():
+            if not (path / name).is_file() or file_hash(path / name) != facts["sha256"]:
+                raise ArtifactError(f"{path / name} is missing or was changed since it was made; run its stage again")
+        return artifact
+
+    def is_whole(self) -> bool:
+        """Whether every file is there with its size; `open` looks at the bytes as well."""
+        files = self.manifest["files"].items()
+        paths = [(self.path / name, facts["size_bytes"]) for name, facts in files]
+        return all(path.is_file() and path.stat().st_size == size for path, size in paths)
+
+    @property
+    def metrics(self) -> dict[str, Any]:
+        """What the stage measured."""
+        return dict(self.manifest["metrics"])
+
+    @property
+    def content(self) -> str:
+        """SHA-256 over the hashes of all files: what later stages were made from."""
+        return str(self.manifest["content"])
+
+
+def begun_key(partial: Path) -> str | None:
+    """Key of the stage that was interrupted in a `.partial` folder, if any."""
+    found = _begun(partial).get("key")
+    return None if found is None else str(found)
+
+
+def read(path: Path) -> Artifact | None:
+    """The artifact in `path` without checking its files, or None if there is none."""
+    try:
+        return Artifact(path, json.loads((path / MANIFEST).read_text(encoding="utf-8")))
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError) as error:
+        raise ArtifactError(f"{path / MANIFEST} cannot be read ({error}); delete {path} and run again") from error
+
+
+def key(kind: str, section: Mapping[str, Any], parents: Mapping[str, str], sources: Mapping[str, str]) -> str:
+    """What decides whether a finished stage can be reused: its settings, parents' keys and sources' content."""
+    parts = [FORMAT, kind, dict(section), dict(parents), dict(sources)]
+    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
+
+
+@dataclass
+class Draft:
+    """A stage's folder while it is being written."""
+
+    path: Path
+    """The `.partial` folder."""
+    metrics: dict[str, Any] = field(default_factory=dict)
+    """What the stage measures; goes into the manifest."""
+    peak_memory_gb: float = 0.0
+    """Largest peak that processes started by the stage report."""
+
+    def take_result(self) -> None:
+        """Move what `write_result` left in the folder into the metrics."""
+        result = self.path / RESULT
+        self.metrics.update(json.loads(result.read_text(encoding="utf-8")))
+        self.peak_memory_gb = self.metrics.pop("peak_memory_gb")
+        result.unlink()
+
+
+@contextmanager
+def write(
+    out: Path, kind: str, *, key: str, section: Mapping[str, Any], parents: Mapping[str, Artifact]
+) -> Iterator[Draft]:
+    """Write an artifact: yields the folder to fill, seals it and gives it its name on success.
+
+    A `.partial` folder left by an interrupted run of the very same stage is kept, so that training can go on from its
+    checkpoint; any other is thrown away. Raises ArtifactError if `out` is not ours or the disk refuses.
+    """
+    partial = out.with_name(out.name + ".partial")
+    refuse_foreign(out)
+    try:
+        _begin(partial, kind, key)
+        started, earlier_s = time.monotonic(), float(_begun(partial)["seconds"])
+        machine.reset_peak_memory()
+        draft = Draft(partial)
+        try:
+            yield draft
+        finally:
+            spent_s = earlier_s + time.monotonic() - started
+            if partial.is_dir():
+                _note(partial, kind, key, seconds=spent_s)
+        _seal(draft, out, kind=kind, key=key, section=section, parents=parents, seconds=spent_s)
+    except OSError as error:
+        if isinstance(error, (ConnectionError, TimeoutError, ChildProcessError)):
+            raise
+        where = error.filename or partial
+        raise ArtifactError(
+            f"cannot write {where}: {error.strerror or error}; free space or choose another --out"
+        ) from error
+
+
+def write_result(folder: Path, metrics: Mapping[str, Any]) -> None:
+    """Hand a stage's metrics from the process that measured them to the one that seals, with its peak memory."""
+    text = json.dumps({**metrics, "peak_memory_gb": machine.peak_memory_gb()})
+    (folder / RESULT).write_text(text, encoding="utf-8")
+
+
+def refuse_foreign(out: Path) -> None:
+    """Raise ArtifactError if `out` exists and is not an artifact."""
+    if out.exists() and (not out.is_dir() or (any(out.iterdir()) and not (out / MANIFEST).is_file())):
+        raise ArtifactError(f"{out} exists and is not an artifact of this tool; choose another --out, or move it away")
+
+
+def _begin(partial: Path, kind: str, key: str) -> None:
+    """Make the partial folder, or take up the one that the same stage left."""
+    begun = partial / BEGUN
+    if partial.exists():
+        # A sealed .partial is one that was killed before it got its name; an empty one was killed at its birth.
+        if not (begun.is_file() or (partial / MANIFEST).is_file() or not any(partial.iterdir())):
+            raise ArtifactError(f"{partial} exists and is not an unfinished artifact; move it away")
+        if _begun(partial).get("key") == key:
+            return
+        shutil.rmtree(partial)
+    partial.mkdir(parents=True)
+    _note(partial, kind, key, seconds=0.0)
+
+
+def _note(partial: Path, kind: str, key: str, *, seconds: float) -> None:
+    """Say in the partial folder what it is and how long it has taken."""
+    draft = partial / (BEGUN + ".new")
+    draft.write_text(json.dumps({"kind": kind, "key": key, "seconds": seconds}), encoding="utf-8")
+    draft.replace(partial / BEGUN)
+
+
+def _begun(partial: Path) -> dict[str, Any]:
+    """What `_note` wrote; nothing if it was not reached."""
+    try:
+        return dict(json.loads((partial / BEGUN).read_text(encoding="utf-8")))
+    except FileNotFoundError:
+        return {}
+
+
+def _seal(
+    draft: Draft,
+    out: Path,
+    *,
+    kind: str,
+    key: str,
+    section: Mapping[str, Any],
+    parents: Mapping[str, Artifact],
+    seconds: float,
+) -> None:
+    """Write the manifest last, then give the folder its name."""
+    shutil.rmtree(draft.path / CHECKPOINT, ignore_errors=True)
+    files = {}
+    for path in sorted(draft.path.rglob("*")):
+        if path.is_file() and path.name != BEGUN:
+            files[path.relative_to(draft.path).as_posix()] = {
+                "sha256": file_hash(path),
+                "size_bytes": path.stat().st_size,
+            }
+    manifest = {
+        "format": FORMAT,
+        "kind": kind,
+        "key": key,
+        "content": hashlib.sha256(json.dumps(files, sort_keys=True).encode()).hexdigest(),
+        "files": files,
+        "parents": {
+            name: {"key": parent.manifest["key"], "content": parent.content} for name, parent in parents.items()
+        },
+        "section": dict(section),
+        "metrics": draft.metrics,
+        "seconds": round(seconds, 1),
+        "peak_memory_gb": round(max(machine.peak_memory_gb(), draft.peak_memory_gb), 2),
+        "finished": datetime.now(UTC).isoformat(timespec="seconds"),
+        "machine": machine.fingerprint(),
+        "versions": machine.versions(),
+    }
+    text = json.dumps(manifest, indent=1, allow_nan=False)
+    with (draft.path / MANIFEST).open("w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    (draft.path / BEGUN).unlink()
+    if out.exists():
+        old = out.with_name(out.name + ".old")
+        shutil.rmtree(old, ignore_errors=True)
+        out.rename(old)
+        draft.path.rename(out)
+        shutil.rmtree(old)
+    else:
+        draft.path.rename(out)

@@ -1,0 +1,75 @@
+"""What a figure was measured on: processor, cores, memory, versions; and the peak memory of a stage."""
+
+from __future__ import annotations
+
+import platform
+import resource
+import shutil
+import sys
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from compressor.world import available_cores
+
+# Instruction sets that decide the speed, and without VNNI also the numbers, of INT8.
+CPU_FLAGS = ("avx2", "avx512f", "avx512_vnni", "avx_vnni", "avx512_bf16", "amx_int8", "amx_bf16", "asimddp")
+PACKAGES = ("torch", "transformers", "datasets", "optimum-onnx", "onnx", "onnxruntime", "onnxruntime-gpu", "numpy")
+
+
+def fingerprint() -> dict[str, Any]:
+    """Processor, flags, cores, memory in GB, system and Python of this machine."""
+    processor, flags = platform.processor() or platform.machine(), set[str]()
+    cpuinfo = Path("/proc/cpuinfo")
+    if cpuinfo.is_file():
+        for line in cpuinfo.read_text(encoding="utf-8").splitlines():
+            key, _, value = line.partition(":")
+            if key.strip() == "model name":
+                processor = value.strip()
+            elif key.strip() in ("flags", "Features"):
+                flags = set(value.split())
+                break
+    return {
+        "processor": processor,
+        "cpu_flags": [flag for flag in CPU_FLAGS if flag in flags],
+        "cores": available_cores(),
+        "memory_gb": round(psutil.virtual_memory().total / 1e9, 1),
+        "system": f"{platform.system()} {platform.machine()}",
+        "python": platform.python_version(),
+    }
+
+
+def versions() -> dict[str, str]:
+    """Installed versions of the packages that decide a result."""
+    found = {}
+    for name in (*PACKAGES, "compressor"):
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def has_accelerator() -> bool:
+    """Whether an NVIDIA GPU is visible, found without importing PyTorch: a plan must be printed at once."""
+    return Path("/dev/nvidia0").exists() or shutil.which("nvidia-smi") is not None
+
+
+def reset_peak_memory() -> None:
+    """Start a new measurement of this process's peak memory, where the system can."""
+    try:
+        Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
+    except OSError:
+        return  # not Linux, or not permitted: the peak of the whole process so far is reported instead
+
+
+def peak_memory_gb() -> float:
+    """Largest resident memory of this process since the last reset, in GB."""
+    status = Path("/proc/self/status")
+    if status.is_file():
+        for line in status.read_text(encoding="ascii").splitlines():
+            if line.startswith("VmHWM:"):
+                return int(line.split()[1]) * 1024 / 1e9
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024) / 1e9

@@ -1,0 +1,110 @@
+"""What a server must know of one classifier."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from serving.cores import available_cores
+from serving.errors import ModelError
+
+MAX_INSTANCES = 8
+"""Each instance is a process with its own copy of the weights, so more cores than this become threads instead."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Queue:
+    """How requests wait for a model."""
+
+    max_delay_us: int = 0
+    """Longest wait, in microseconds, for more requests to share a batch. 0 answers a lone request soonest, and requests
+    that come while all instances are busy share a batch all the same."""
+
+    max_requests: int | None = None
+    """Requests that may wait; one more is refused at once. None sets no limit.
+
+    Any limit, this one or the next, has a price in Triton (measured with 2.51, one instance, busy cores): it switches
+    the batcher's prefetching off, and then about 1 request in 100 waits half a second beside an idle instance, because
+    the batcher misses its wake-up. Without a limit that does not happen.
+    """
+
+    timeout_ms: int | None = None
+    """A request that waited longer, in milliseconds, is refused. None lets it wait; a gRPC client that gives up takes
+    its request out of the queue all the same, an HTTP client does not."""
+
+    def __post_init__(self) -> None:
+        """Raise ModelError if a number is out of range."""
+        if self.max_delay_us < 0:
+            raise ModelError(f"queue.max_delay_us is {self.max_delay_us}; it must be 0 (no wait) or more")
+        for name, value in (("max_requests", self.max_requests), ("timeout_ms", self.timeout_ms)):
+            if value is not None and value < 1:
+                raise ModelError(f"queue.{name} is {value}; it must be at least 1, or None for no limit")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServedModel:
+    """One classifier, as files and numbers: text goes in, one of `labels` comes out."""
+
+    name: str
+    """The task, for example "sst2"; the folders in the repository are named after it."""
+
+    onnx: Path
+    """ONNX graph: int64 [batch, sequence] `input_ids`, `attention_mask` and, if it has it, `token_type_ids`;
+    float32 [batch, labels] `logits`. One file, without external data."""
+
+    tokenizer: Path
+    """The `tokenizer.json` of the model."""
+
+    labels: tuple[str, ...]
+    """Label names in the order of the logits."""
+
+    max_tokens: int
+    """Longest sequence in tokens, the special ones included; a longer text is cut."""
+
+    max_batch_size: int = 64
+    """Most texts that run as one batch, and the most that one request may hold."""
+
+    intra_op_threads: int | None = None
+    """Threads of each instance; None shares the cores that are really available among the instances."""
+
+    instances: int | None = None
+    """Processes that serve the model side by side; None makes one per available core, at most 8."""
+
+    warmup_texts: tuple[str, ...] = ()
+    """Real texts that run before the server says that it is ready; () starts cold."""
+
+    queue: Queue = Queue()
+    """How requests wait."""
+
+    def __post_init__(self) -> None:
+        """Raise ModelError if a field is out of range."""
+        if not self.name or not all(c.isascii() and (c.isalnum() or c in "_-") for c in self.name):
+            raise ModelError(
+                f"model name {self.name!r} must be made of letters, digits, '_' and '-': it names a folder"
+            )
+        if len(self.labels) < 2 or len(set(self.labels)) != len(self.labels):
+            raise ModelError(
+                f"model {self.name}: labels are {self.labels}; a classifier needs 2 or more, all different"
+            )
+        for label in self.labels:
+            if not label.strip() or label.splitlines() != [label]:
+                raise ModelError(f"model {self.name}: label {label!r} must be one non-empty line: labels.txt holds it")
+        if self.max_tokens < 3:
+            raise ModelError(f"model {self.name}: max_tokens is {self.max_tokens}; [CLS], a word and [SEP] need 3")
+        for field, value in (
+            ("max_batch_size", self.max_batch_size),
+            ("intra_op_threads", self.intra_op_threads),
+            ("instances", self.instances),
+        ):
+            if value is not None and value < 1:
+                raise ModelError(f"model {self.name}: {field} is {value}; it must be at least 1")
+
+    def shares(self) -> tuple[int, int]:
+        """Return (instances, threads of each), with what was not given derived from the available cores.
+
+        One thread per instance comes first: INT8 products gain 3 to 4 times on one thread but less than 2 times on
+        many, so processes side by side use the same cores better.
+        """
+        cores = available_cores()
+        instances = self.instances
+        if instances is None:
+            instances = max(1, min(MAX_INSTANCES, cores // (self.intra_op_threads or 1)))
+        return instances, self.intra_op_threads or max(1, cores // instances)

@@ -1,0 +1,313 @@
+"""Starts the real Triton server of the `nvidia-pytriton` package on a repository, and stops it without a trace."""
+
+import contextlib
+import errno
+import fcntl
+import http.client
+import json
+import os
+import re
+import secrets
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.request
+from pathlib import Path
+from types import TracebackType
+from typing import BinaryIO, Self
+
+from serving import supervisor
+from serving.errors import DeadlineError, StartError
+from serving.wheel import environment, find_wheel, prepare_backends, prepare_binary
+
+_POLL_S = 0.05
+_LOG_LINES = 15
+_LOG_ERRORS = 3
+_LOG_ENDING = 5
+_ERROR = re.compile(r"E\d{4} .*?\] (.*)")
+_EXIT_TIMEOUT_S = 3
+_GRACE_S = 8
+_STUB_TIMEOUT_S = 120
+_LOCK = "lock"
+# Without the proxies of the environment: they cannot reach a server on this machine.
+_LOCAL = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+
+
+def free_port(host: str = "127.0.0.1") -> int:
+    """Return a port that is free on `host` now; nothing reserves it until a server takes it."""
+    with socket.socket() as probe:
+        probe.bind((host, 0))
+        return int(probe.getsockname()[1])
+
+
+class TritonServer:
+    """One Triton server process.
+
+        with TritonServer(Path("model_repository")) as server:
+            Client(server.grpc_url).classify(["a gripping film"])
+
+    Leaving the block stops the server. It also stops if this process dies in any way, `kill -9` included.
+    """
+
+    def __init__(
+        self,
+        repository: Path,
+        *,
+        http_port: int = 8000,
+        grpc_port: int = 8001,
+        metrics_port: int = 8002,
+        host: str = "127.0.0.1",
+        log: Path | None = None,
+    ) -> None:
+        """Describe a server; nothing starts yet.
+
+        `log` receives what the server says, appended; None keeps it in a temporary file until the server stops.
+        """
+        self.repository = repository
+        self.host = host
+        self.http_port, self.grpc_port, self.metrics_port = http_port, grpc_port, metrics_port
+        self._wanted_log = log
+        self._log: BinaryIO | None = None
+        self._log_start = 0
+        self._process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def http_url(self) -> str:
+        """host:port of HTTP."""
+        return f"{self.host}:{self.http_port}"
+
+    @property
+    def grpc_url(self) -> str:
+        """host:port of gRPC."""
+        return f"{self.host}:{self.grpc_port}"
+
+    @property
+    def metrics_url(self) -> str:
+        """Address of the metrics page."""
+        return f"http://{self.host}:{self.metrics_port}/metrics"
+
+    @property
+    def pid(self) -> int | None:
+        """Process id of the parent of all processes of the server; None while it is stopped."""
+        return None if self._process is None else self._process.pid
+
+    def start(self) -> None:
+        """Start the process and return at once; the models load meanwhile.
+
+        Raises StartError if it runs already, if there is no repository, if a port is in use, or if the server or its
+        Python library is not installed.
+        """
+        if self._process is not None:
+            raise StartError(f"the server on {self.http_url} is started already; stop it first")
+        if not self.repository.is_dir():
+            raise StartError(f"model repository {self.repository} is no folder; run `compressor build` first")
+        wheel = find_wheel()
+        self._check_ports()
+        run, lock = _new_run()
+        log = (self._wanted_log or run / "triton.log").absolute()
+        try:
+            log.parent.mkdir(parents=True, exist_ok=True)
+            log.touch()
+            # Kept open: the supervisor removes the run folder, and what a dead server said must still be readable.
+            self._log = log.open("rb")
+            self._log_start = self._log.seek(0, os.SEEK_END)
+            command = self._command(prepare_binary(wheel, run), prepare_backends(wheel, run), run.name)
+            self._process = subprocess.Popen(
+                # -I -S: the supervisor needs the standard library alone, and starts in a few milliseconds.
+                [sys.executable, "-I", "-S", supervisor.__file__, str(run), str(log), str(_GRACE_S), *command],
+                stdin=subprocess.PIPE,
+                env=environment(wheel),
+                pass_fds=(lock,),
+                start_new_session=True,
+            )
+        except OSError as error:
+            supervisor.remove(run)
+            self._close_log()
+            raise StartError(
+                f"cannot start the server: {error.strerror} ({error.filename}); free or change it"
+            ) from error
+        finally:
+            os.close(lock)
+
+    def wait_ready(self, timeout_s: float = 120.0) -> None:
+        """Return when every model of the repository is ready.
+
+        Raises StartError, with the last lines of the log, as soon as the process has died, and DeadlineError if
+        `timeout_s` seconds pass before.
+        """
+        end = time.monotonic() + timeout_s
+        while True:
+            process = self._running()
+            states = self._states()
+            if process.poll() is not None:
+                raise StartError(f"the server died with status {process.returncode}; its log says:\n{self._why()}")
+            if states is not None and not states:
+                raise StartError(f"the server finds no model in {self.repository}; run `compressor build` first")
+            if states and all(state == "READY" for state in states.values()):
+                return
+            if time.monotonic() > end:
+                late = ", ".join(f"{name} is {state}" for name, state in (states or {}).items() if state != "READY")
+                raise DeadlineError(
+                    f"the server is not ready after {timeout_s:g} s ({late or 'no answer yet'}); "
+                    f"allow more time; its log ends:\n{self.log_tail()}"
+                )
+            time.sleep(_POLL_S)
+
+    def wait(self) -> None:
+        """Block for as long as the server runs, until Ctrl-C for example; raise StartError if it dies by itself."""
+        process = self._running()
+        process.wait()
+        raise StartError(f"the server died with status {process.returncode}; its log says:\n{self._why()}")
+
+    def stop(self) -> None:
+        """Stop the server and wait until it is gone; nothing happens if it is stopped already."""
+        process, self._process = self._process, None
+        if process is None:
+            return
+        # Closing the pipe is the whole order: from here the supervisor stops the server, whatever happens to us.
+        with contextlib.suppress(OSError):
+            # A word as well: a fork of this process that lives on may still hold the pipe open.
+            os.write(process.stdin.fileno(), b".")  # type: ignore[union-attr]
+        process.stdin.close()  # type: ignore[union-attr]
+        try:
+            process.wait(_GRACE_S + 5)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+        self._close_log()
+
+    def log_tail(self, lines: int = _LOG_LINES) -> str:
+        """Return the last lines that this server wrote to its log."""
+        return "\n".join(self._log_lines()[-lines:])
+
+    def __enter__(self) -> Self:
+        """Start the server and wait until it is ready."""
+        try:
+            self.start()
+            self.wait_ready()
+        except BaseException:
+            self.stop()
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Stop the server."""
+        self.stop()
+
+    def _log_lines(self) -> list[str]:
+        if self._log is None:
+            return []
+        self._log.seek(self._log_start)
+        lines = self._log.read().decode("utf-8", "replace").splitlines()
+        # The server draws its settings as tables of hundreds of columns.
+        return [line for line in lines if line and not line.startswith(("|", "+--"))]
+
+    def _why(self) -> str:
+        """Return the errors in the log, each once, and its last lines: the last ones alone are about the shutdown."""
+        lines = self._log_lines()
+        errors = dict.fromkeys(match[1].replace("\\n", "\n") for line in lines if (match := _ERROR.match(line)))
+        return "\n".join([*list(errors)[-_LOG_ERRORS:], *lines[-_LOG_ENDING:]])
+
+    def _running(self) -> "subprocess.Popen[bytes]":
+        if self._process is None:
+            raise StartError("the server is not started; call start() first")
+        return self._process
+
+    def _check_ports(self) -> None:
+        """Raise StartError if a port cannot be taken: the server's own message comes late and names no remedy."""
+        ports = {"http_port": self.http_port, "grpc_port": self.grpc_port, "metrics_port": self.metrics_port}
+        if len(set(ports.values())) < len(ports):
+            raise StartError(f"the ports {ports} must be three different ones")
+        for name, port in ports.items():
+            # The server would share the gRPC port with another one; this probe, which does not ask to share, finds it.
+            with socket.socket() as probe:
+                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                try:
+                    probe.bind((self.host, port))
+                except (OSError, OverflowError) as error:
+                    taken = isinstance(error, OSError) and error.errno == errno.EADDRINUSE
+                    reason = "is in use" if taken else f"cannot be used ({error})"
+                    raise StartError(
+                        f"port {port} on {self.host} {reason}; stop what holds it, or choose another {name}"
+                    ) from error
+
+    def _command(self, binary: Path, backends: Path, shared_memory: str) -> list[str]:
+        return [
+            str(binary),
+            f"--model-repository={self.repository.absolute()}",
+            f"--backend-directory={backends}",
+            f"--backend-config=python,shm-region-prefix-name={shared_memory}",
+            f"--backend-config=python,stub-timeout-seconds={_STUB_TIMEOUT_S}",
+            "--model-control-mode=none",
+            "--exit-on-error=true",
+            "--strict-readiness=true",
+            # What the repository says is what runs.
+            "--disable-auto-complete-config",
+            # An idle connection of a client that did not close it makes the server wait this long.
+            f"--exit-timeout-secs={_EXIT_TIMEOUT_S}",
+            "--allow-gpu-metrics=false",
+            f"--http-address={self.host}",
+            f"--http-port={self.http_port}",
+            f"--grpc-address={self.host}",
+            f"--grpc-port={self.grpc_port}",
+            f"--metrics-address={self.host}",
+            f"--metrics-port={self.metrics_port}",
+        ]
+
+    def _states(self) -> dict[str, str] | None:
+        """Return the state of each model; None while the server does not answer, or says that it is not ready."""
+        try:
+            with _LOCAL.open(f"http://{self.http_url}/v2/health/ready", timeout=5):
+                pass
+            with _LOCAL.open(f"http://{self.http_url}/v2/repository/index", data=b"{}", timeout=5) as answer:
+                models = json.load(answer)
+        except (OSError, ValueError, http.client.HTTPException):
+            return None
+        return {f"{model['name']}": model.get("state", "UNAVAILABLE") for model in models}
+
+    def _close_log(self) -> None:
+        if self._log is not None:
+            self._log.close()
+            self._log = None
+
+
+def _new_run() -> tuple[Path, int]:
+    """Remove what dead servers left, and return a new run folder with a descriptor that holds its lock."""
+    base = Path(tempfile.gettempdir()) / f"compressor-triton-{os.getuid()}"
+    try:
+        base.mkdir(mode=0o700, exist_ok=True)
+        if base.is_symlink() or base.stat().st_uid != os.getuid():
+            raise StartError(f"{base} belongs to somebody else; remove it, or set TMPDIR to a folder of your own")
+        descriptor = os.open(base, os.O_RDONLY)
+        try:
+            # Two servers that start together must not take each other's new folder for a leftover.
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+            _remove_leftovers(base)
+            run = base / f"compressor-{secrets.token_hex(6)}"
+            run.mkdir()
+            lock = os.open(run / _LOCK, os.O_RDWR | os.O_CREAT)
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            return run, lock
+        finally:
+            os.close(descriptor)
+    except OSError as error:
+        raise StartError(
+            f"cannot write to {base} ({error.strerror}); free space, or set TMPDIR to a folder that can be written"
+        ) from error
+
+
+def _remove_leftovers(base: Path) -> None:
+    """Remove the run folders that no supervisor holds any more; the kernel frees the lock of one that was killed."""
+    for run in base.glob("compressor-*"):
+        try:
+            with (run / _LOCK).open("rb") as lock:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            continue
+        except FileNotFoundError:
+            pass
+        supervisor.remove(run)

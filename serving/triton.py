@@ -1,0 +1,133 @@
+"""`config.pbtxt` of each model, made and read back through Triton's own protobuf message.
+
+Text is never put together by hand: a misspelt field or a wrong type cannot be written. The fields are those of
+`model_config.proto` (https://github.com/triton-inference-server/common/blob/main/protobuf/model_config.proto).
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from google.protobuf import text_format
+from tritonclient.grpc import model_config_pb2 as pb
+
+from serving.errors import RepositoryError
+from serving.model import ServedModel
+
+LABELS_FILE = "labels.txt"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Warmup:
+    """One request that Triton sends to a model before it says that the model is ready."""
+
+    name: str
+    """Its name in the server's log."""
+
+    batch_size: int
+    """How often the row is repeated."""
+
+    inputs: Mapping[str, tuple[str, tuple[int, ...]]]
+    """For each input, the file in the model's `warmup` folder that holds one row, and the dimensions of the row."""
+
+
+def text_bytes(text: str) -> bytes:
+    """Return a text as Triton reads it from a warm-up file: its length in bytes (not characters), then UTF-8."""
+    raw = text.encode("utf-8")
+    return len(raw).to_bytes(4, "little") + raw
+
+
+def entry_config(model: ServedModel, *, student: str, pad_id: int, warmups: Sequence[Warmup] = ()) -> pb.ModelConfig:
+    """Return the config of the model that clients call: text in, label out, the graph of the model `student` inside."""
+    return _text_config(model, model.name, f"../../{student}/{{version}}/model.onnx", pad_id, warmups)
+
+
+def teacher_config(model: ServedModel, *, name: str, pad_id: int, warmups: Sequence[Warmup] = ()) -> pb.ModelConfig:
+    """Return the config of a model like the entry model that has its graph in its own version folder."""
+    return _text_config(model, name, "model.onnx", pad_id, warmups)
+
+
+def runner_config(
+    model: ServedModel, *, name: str, inputs: Sequence[str], warmups: Sequence[Warmup] = ()
+) -> pb.ModelConfig:
+    """Return the config of the model that takes token ids and answers logits.
+
+    One instance with all the threads: the entry model does the daily work in its own processes, this one is called to
+    compare, and a second copy of every process would only cost memory.
+    """
+    instances, threads = model.shares()
+    config = _base(model, name, 1, warmups)
+    for tensor in inputs:
+        config.input.add(name=tensor, data_type=pb.TYPE_INT64, dims=[-1])
+    config.output.add(name="logits", data_type=pb.TYPE_FP32, dims=[len(model.labels)], label_filename=LABELS_FILE)
+    _set_parameters(config, {"intra_op_threads": str(instances * threads), "max_tokens": str(model.max_tokens)})
+    return config
+
+
+def to_text(config: pb.ModelConfig) -> str:
+    """Return a config as the text of `config.pbtxt`."""
+    text: str = text_format.MessageToString(config, as_utf8=True)
+    return text
+
+
+def from_text(text: str) -> pb.ModelConfig:
+    """Return the config that a `config.pbtxt` holds; raise RepositoryError with line and reason if it holds none."""
+    try:
+        return text_format.Parse(text, pb.ModelConfig())
+    except text_format.ParseError as error:
+        raise RepositoryError(
+            f"config.pbtxt is not a Triton model configuration ({error}); publish it again"
+        ) from error
+
+
+def parameters_of(config: pb.ModelConfig) -> dict[str, str]:
+    """Return the parameters of a config as plain text."""
+    return {name: parameter.string_value for name, parameter in config.parameters.items()}
+
+
+def _text_config(model: ServedModel, name: str, onnx: str, pad_id: int, warmups: Sequence[Warmup]) -> pb.ModelConfig:
+    instances, threads = model.shares()
+    config = _base(model, name, instances, warmups)
+    config.input.add(name="TEXT", data_type=pb.TYPE_STRING, dims=[1])
+    config.output.add(name="LABEL", data_type=pb.TYPE_STRING, dims=[1])
+    config.output.add(name="SCORE", data_type=pb.TYPE_FP32, dims=[1])
+    config.output.add(
+        name="PROBABILITIES", data_type=pb.TYPE_FP32, dims=[len(model.labels)], label_filename=LABELS_FILE
+    )
+    parameters = {
+        "intra_op_threads": str(threads),
+        "max_tokens": str(model.max_tokens),
+        "onnx": onnx,
+        "pad_id": str(pad_id),
+        # Triton does not hand labels.txt out, so clients read the names here.
+        "labels": json.dumps(model.labels),
+    }
+    _set_parameters(config, parameters)
+    return config
+
+
+def _base(model: ServedModel, name: str, instances: int, warmups: Sequence[Warmup]) -> pb.ModelConfig:
+    config = pb.ModelConfig(name=name, backend="python", max_batch_size=model.max_batch_size)
+    config.version_policy.latest.num_versions = 1
+    # Without a count Triton chooses one itself, and each instance then takes all cores.
+    config.instance_group.add(kind=pb.ModelInstanceGroup.KIND_CPU, count=instances)
+    # Present even where nothing in it differs from the defaults: without it Triton batches nothing.
+    config.dynamic_batching.SetInParent()
+    config.dynamic_batching.max_queue_delay_microseconds = model.queue.max_delay_us
+    if model.queue.max_requests is not None or model.queue.timeout_ms is not None:
+        # An empty policy would already switch prefetching off, see `Queue`.
+        policy = config.dynamic_batching.default_queue_policy
+        policy.max_queue_size = model.queue.max_requests or 0
+        policy.default_timeout_microseconds = (model.queue.timeout_ms or 0) * 1000
+        policy.timeout_action = pb.ModelQueuePolicy.REJECT
+    for warmup in warmups:
+        message = config.model_warmup.add(name=warmup.name, batch_size=warmup.batch_size)
+        for tensor, (file, dims) in warmup.inputs.items():
+            kind = pb.TYPE_STRING if tensor == "TEXT" else pb.TYPE_INT64
+            message.inputs[tensor].CopyFrom(pb.ModelWarmup.Input(data_type=kind, dims=dims, input_data_file=file))
+    return config
+
+
+def _set_parameters(config: pb.ModelConfig, parameters: Mapping[str, str]) -> None:
+    for name, value in sorted(parameters.items()):
+        config.parameters[name].string_value = value

@@ -1,0 +1,244 @@
+"""One version of one published model: what it holds, how it is written, how it is checked.
+
+<model>/                     marked as ours by .compressor.json
+  config.pbtxt  labels.txt   copies of the newest version's, where Triton looks for them
+  warmup/<sha>.bin           named by content, so a new version never changes what an older one uses
+  <version>/                 immutable once renamed into place: files, config.pbtxt, labels.txt, manifest.json
+"""
+
+import hashlib
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from pathlib import Path
+
+MARKER = ".compressor.json"
+"""The file that says that a model folder was written by `repository.write`."""
+
+PARTIAL = ".partial-"
+"""Temporary names begin with this; whoever publishes next removes what an interrupted run left."""
+
+_MANIFEST = "manifest.json"
+_WITHDRAWN = "withdrawn-"
+_SHARED = ("labels.txt", "config.pbtxt")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Content:
+    """What one version of a model holds."""
+
+    name: str
+    """The model, and its folder."""
+
+    marker: Mapping[str, str]
+    """What the model's marker file says."""
+
+    files: Mapping[str, Path | bytes]
+    """File name in the version folder -> where it is copied from, or its bytes."""
+
+    warmup: Mapping[str, bytes]
+    """File name in the model's warm-up folder -> its bytes."""
+
+    depends_on: str = ""
+    """Digest of the version of another model that this one opens; "" if it opens none."""
+
+    @cached_property
+    def hashes(self) -> dict[str, str]:
+        """SHA-256 of each file in `files` and `warmup`."""
+        return {name: _sha256(source) for name, source in {**self.files, **self.warmup}.items()}
+
+    @cached_property
+    def digest(self) -> str:
+        """SHA-256 over the names and contents of all files, and over what they depend on."""
+        return hashlib.sha256(json.dumps([self.hashes, self.depends_on], sort_keys=True).encode()).hexdigest()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Manifest:
+    """What a version folder says of itself; written last."""
+
+    digest: str
+    """The digest of its content."""
+
+    files: dict[str, int]
+    """Size in bytes of each file in the version folder."""
+
+    warmup: dict[str, int]
+    """Size in bytes of each warm-up file that it needs."""
+
+
+def published(model: Path) -> list[int]:
+    """Return the versions in a model folder that Triton may serve, oldest first."""
+    # A name that begins with 0 is no version to Triton.
+    return sorted(int(name) for name in _folder_names(model) if name.isascii() and name.isdigit() and name[0] != "0")
+
+
+def newest(model: Path) -> int:
+    """Return the newest version in a model folder; 0 if there is none."""
+    return max(published(model), default=0)
+
+
+def last_used(model: Path) -> int:
+    """Return the highest number that a version in a model folder ever had, withdrawn ones included; 0 if none."""
+    withdrawn = [name.removeprefix(_WITHDRAWN) for name in _folder_names(model) if name.startswith(_WITHDRAWN)]
+    return max([newest(model), *(int(number) for number in withdrawn if number.isdigit())])
+
+
+def withdraw(model: Path, version: int, older: int) -> None:
+    """Put a version aside under a name that Triton does not serve, and make the shared files those of `older`."""
+    # The shared files come first: a second call completes what a killed one began.
+    _write_files(model, {Path(name): _bytes(model / str(older) / name) for name in _SHARED})
+    if (model / str(version)).exists():
+        (model / str(version)).rename(model / f"{_WITHDRAWN}{version}")
+        _sync(model)
+
+
+def holds(model: Path, version: int, content: Content) -> bool:
+    """Say whether a version is published, undamaged, with exactly this content."""
+    manifest = read_manifest(model / str(version))
+    if manifest is None or manifest.digest != content.digest:
+        return False
+    paths = {file: model / str(version) / file for file in content.files}
+    paths |= {file: model / "warmup" / file for file in content.warmup}
+    return all(path.is_file() and _sha256(path) == content.hashes[file] for file, path in paths.items())
+
+
+def read_manifest(version: Path) -> Manifest | None:
+    """Return the manifest of a version folder; None if it has none that can be read."""
+    try:
+        return Manifest(**json.loads((version / _MANIFEST).read_text("utf-8")))
+    except (OSError, ValueError, TypeError):
+        return None
+
+
+def faults(model: Path) -> list[str]:
+    """Return what is wrong with the newest version of a model folder of ours, each as half a sentence."""
+    version = newest(model)
+    folder = model / str(version)
+    if not version:
+        return [f"{model} has no version"]
+    manifest = read_manifest(folder)
+    if manifest is None:
+        return [f"{folder} has no {_MANIFEST}"]
+    sizes = {folder / name: size for name, size in manifest.files.items()}
+    sizes |= {model / "warmup" / name: size for name, size in manifest.warmup.items()}
+    found = [f"{path} is missing" for path in sizes if not path.is_file()]
+    found += [
+        f"{path} has {path.stat().st_size} bytes instead of {size}"
+        for path, size in sizes.items()
+        if path.is_file() and path.stat().st_size != size
+    ]
+    stale = [name for name in _SHARED if _bytes(model / name) != _bytes(folder / name)]
+    return found + [f"{model / name} is not the one of version {version}" for name in stale]
+
+
+def read_marker(model: Path) -> dict[str, str] | None:
+    """Return what the marker of a model folder says; None if the folder is not ours."""
+    try:
+        found = json.loads((model / MARKER).read_text("utf-8"))
+    except (OSError, ValueError):
+        return None
+    return found if isinstance(found, dict) and "role" in found else None
+
+
+def stage(content: Content, version: int, model: Path) -> Path:
+    """Write a version under a temporary name beside its final place, and return the folder to `commit`.
+
+    A model that is new is staged whole. The caller removes the folder if a later step fails.
+    """
+    new = not model.exists()
+    temporary = Path(tempfile.mkdtemp(prefix=f"{PARTIAL}{content.name}-", dir=model.parent if new else model))
+    temporary.chmod(0o755)
+    try:
+        if new:
+            folder = temporary / str(version)
+            folder.mkdir()
+            _write_shared(content, temporary)
+        else:
+            folder = temporary
+        for name, source in content.files.items():
+            _write(source, folder / name)
+        manifest = Manifest(
+            digest=content.digest,
+            files={name: (folder / name).stat().st_size for name in content.files},
+            warmup={name: len(raw) for name, raw in content.warmup.items()},
+        )
+        _write(json.dumps(asdict(manifest), indent=1).encode(), folder / _MANIFEST)
+    except BaseException:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
+    return temporary
+
+
+def commit(temporary: Path, version: int, model: Path) -> None:
+    """Give a staged folder its final name in one step."""
+    temporary.rename(model if temporary.parent == model.parent else model / str(version))
+    _sync(temporary.parent)
+
+
+def refresh(content: Content, model: Path) -> None:
+    """Make the files that all versions of a model share those of `content`; the config comes last."""
+    _write_shared(content, model)
+
+
+def _write_shared(content: Content, model: Path) -> None:
+    (model / "warmup").mkdir(exist_ok=True)
+    wanted = {Path("warmup") / name: raw for name, raw in content.warmup.items()}
+    wanted |= {Path(name): _bytes(content.files[name]) for name in _SHARED}
+    wanted[Path(MARKER)] = json.dumps(content.marker, indent=1).encode()
+    _write_files(model, wanted)
+
+
+def _write_files(model: Path, wanted: Mapping[Path, bytes]) -> None:
+    """Replace the files of a model folder that differ, each in one step."""
+    for name, raw in wanted.items():
+        if _bytes(model / name) == raw:
+            continue
+        # The temporary name is in the model's folder: Triton takes every file in `warmup` for what it says it is.
+        descriptor, temporary = tempfile.mkstemp(prefix=PARTIAL, dir=model)
+        os.close(descriptor)
+        try:
+            _write(raw, Path(temporary))
+            Path(temporary).chmod(0o644)
+            Path(temporary).rename(model / name)
+        except BaseException:
+            Path(temporary).unlink(missing_ok=True)
+            raise
+
+
+def _write(source: Path | bytes, target: Path) -> None:
+    """Write a file through to the disk: a rename must never become durable before what it names."""
+    if isinstance(source, bytes):
+        target.write_bytes(source)
+    else:
+        shutil.copyfile(source, target)
+    _sync(target)
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _folder_names(model: Path) -> list[str]:
+    return [entry.name for entry in model.iterdir() if entry.is_dir()] if model.is_dir() else []
+
+
+def _bytes(source: Path | bytes) -> bytes:
+    if isinstance(source, bytes):
+        return source
+    return source.read_bytes() if source.is_file() else b""
+
+
+def _sha256(source: Path | bytes) -> str:
+    if isinstance(source, bytes):
+        return hashlib.sha256(source).hexdigest()
+    with source.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -1,0 +1,177 @@
+"""Tiny real parts for the tests: a bag-of-words ONNX graph, a WordPiece tokenizer, a published repository."""
+
+import importlib.util
+import sys
+import types
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+from google.protobuf import json_format
+from onnx import TensorProto, helper, numpy_helper
+from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors
+
+from serving import ServedModel, free_port, triton
+
+LABELS = ("negative", "positive")
+WORDS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "good", "bad", "fine", "film", "é")
+WEIGHTS = np.array([[0, 0], [0, 0], [0, 0], [0, 0], [0, 2], [2, 0], [0, 1], [0, 0], [0, 3]], np.float32)
+ALL_INPUTS = ("input_ids", "attention_mask", "token_type_ids")
+
+
+def write_graph(
+    file: Path,
+    *,
+    inputs: Sequence[str] = ALL_INPUTS,
+    weights: np.ndarray = WEIGHTS,
+    kind: int = TensorProto.INT64,
+    rows: int | str = "batch",
+    output: str = "logits",
+) -> Path:
+    """Write a graph whose logits are the sums of the weights of the tokens that the mask shows."""
+    nodes = [
+        helper.make_node("Gather", ["weights", "input_ids"], ["tokens"]),
+        helper.make_node("Cast", ["attention_mask"], ["mask"], to=TensorProto.FLOAT),
+        helper.make_node("Unsqueeze", ["mask", "last"], ["column"]),
+        helper.make_node("Mul", ["tokens", "column"], ["shown"]),
+        helper.make_node("ReduceSum", ["shown", "middle"], [output], keepdims=0),
+    ]
+    constants = [
+        numpy_helper.from_array(weights, "weights"),
+        numpy_helper.from_array(np.array([-1]), "last"),
+        numpy_helper.from_array(np.array([1]), "middle"),
+    ]
+    tensors = [helper.make_tensor_value_info(name, kind, [rows, "sequence"]) for name in inputs]
+    logits = helper.make_tensor_value_info(output, TensorProto.FLOAT, [rows, weights.shape[1]])
+    graph = helper.make_graph(nodes, "bag", tensors, [logits], constants)
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    onnx.save(model, str(file))
+    return file
+
+
+def write_tokenizer(file: Path, *, words: Sequence[str] = WORDS) -> Path:
+    """Write a WordPiece tokenizer with BERT's template."""
+    tokenizer = Tokenizer(models.WordPiece({word: index for index, word in enumerate(words)}, unk_token="[UNK]"))
+    tokenizer.normalizer = normalizers.BertNormalizer(strip_accents=False)
+    tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    tokenizer.post_processor = processors.BertProcessing(("[SEP]", 3), ("[CLS]", 2))
+    file.parent.mkdir(parents=True, exist_ok=True)
+    tokenizer.save(str(file))
+    return file
+
+
+@pytest.fixture(scope="session")
+def kit() -> types.ModuleType:
+    """Return this module: test files cannot import it by a name that holds under every import mode of pytest."""
+    return sys.modules[__name__]
+
+
+@pytest.fixture
+def make_model(tmp_path: Path) -> Callable[..., ServedModel]:
+    """Return a function that makes a served model out of tiny files; fields can be given."""
+    return lambda **fields: tiny_model(tmp_path / "model", **fields)
+
+
+def tiny_model(folder: Path, **fields: Any) -> ServedModel:
+    """Return a served model out of tiny files in `folder`."""
+    given: dict[str, Any] = {
+        "name": "sst2",
+        "labels": LABELS,
+        "max_tokens": 12,
+        "max_batch_size": 4,
+        "instances": 1,
+        "intra_op_threads": 1,
+        "warmup_texts": ("a good film", "a bad film, é"),
+    } | fields
+    given.setdefault("onnx", folder / "model.onnx")
+    given.setdefault("tokenizer", folder / "tokenizer.json")
+    if not given["onnx"].exists():
+        write_graph(given["onnx"])
+    if not given["tokenizer"].exists():
+        write_tokenizer(given["tokenizer"])
+    return ServedModel(**given)
+
+
+class FakeTritonError(Exception):
+    """Triton's error object."""
+
+    INVALID_ARG = "invalid"
+    INTERNAL = "internal"
+
+    def __init__(self, message: str, code: str) -> None:
+        super().__init__(message)
+        self.message, self.code = message, code
+
+
+class FakeTensor:
+    """Triton's tensor."""
+
+    def __init__(self, name: str, value: np.ndarray) -> None:
+        self.name, self.value = name, value
+
+    def as_numpy(self) -> np.ndarray:
+        return self.value
+
+
+class FakeResponse:
+    """Triton's response: `outputs` by name, or an `error`."""
+
+    def __init__(self, output_tensors: Sequence[FakeTensor] = (), error: FakeTritonError | None = None) -> None:
+        self.outputs = {tensor.name: tensor.value for tensor in output_tensors}
+        self.error = error
+
+
+def request_of(**tensors: np.ndarray) -> dict[str, FakeTensor]:
+    """Return a request as the fake module reads it."""
+    return {name: FakeTensor(name, value) for name, value in tensors.items()}
+
+
+def text_request(*texts: str | bytes) -> dict[str, FakeTensor]:
+    """Return a request of texts, [texts, 1]."""
+    column = np.empty((len(texts), 1), dtype=object)
+    column[:, 0] = [text.encode() if isinstance(text, str) else text for text in texts]
+    return request_of(TEXT=column)
+
+
+@pytest.fixture
+def load_entry(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
+    """Return a function that starts the model of a published folder, as the server would, with a fake `pb_utils`."""
+    backend = types.ModuleType("triton_python_backend_utils")
+    vars(backend).update(
+        Tensor=FakeTensor,
+        InferenceResponse=FakeResponse,
+        TritonError=FakeTritonError,
+        get_input_tensor_by_name=lambda request, name: request.get(name),
+    )
+    monkeypatch.setitem(sys.modules, backend.__name__, backend)
+    # The model sets them for its own process.
+    monkeypatch.setenv("TOKENIZERS_PARALLELISM", "false")
+    monkeypatch.setenv("RAYON_NUM_THREADS", "1")
+
+    def load(version: Path) -> Any:
+        spec = importlib.util.spec_from_file_location("published_model", version / "model.py")
+        assert spec is not None
+        assert spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        config = triton.from_text((version / "config.pbtxt").read_text())
+        model = module.TritonPythonModel()
+        model.initialize(
+            {
+                "model_config": json_format.MessageToJson(config, preserving_proto_field_name=True),
+                "model_repository": str(version.parent),
+                "model_version": version.name,
+            }
+        )
+        return model
+
+    return load
+
+
+def ports() -> dict[str, int]:
+    """Return three free ports by the names of the server's arguments."""
+    return {name: free_port() for name in ("http_port", "grpc_port", "metrics_port")}

@@ -1,0 +1,154 @@
+"""The model that runs inside the server: text in, label out."""
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from serving import ServedModel, write
+
+
+@pytest.fixture
+def entry(make_model: Callable[..., ServedModel], load_entry: Callable[[Path], Any], tmp_path: Path) -> Any:
+    return load_entry(write(make_model(), tmp_path / "repository")[0])
+
+
+def answers(entry: Any, *requests: Any) -> list[Any]:
+    """Return the labels of each request, or the message of its error."""
+    return [
+        str(response.error) if response.error else response.outputs["LABEL"][:, 0].tolist()
+        for response in entry.execute(list(requests))
+    ]
+
+
+def test_outputs_agree_with_each_other(kit: Any, entry: Any) -> None:
+    response = entry.execute([kit.text_request("good film", "bad film", "film")])[0]
+    label, score, probabilities = (response.outputs[name] for name in ("LABEL", "SCORE", "PROBABILITIES"))
+    assert label.tolist() == [["positive"], ["negative"], ["negative"]]
+    assert score.dtype == probabilities.dtype == np.float32
+    assert score.shape == (3, 1)
+    np.testing.assert_allclose(probabilities.sum(axis=1), 1, rtol=1e-6)
+    np.testing.assert_array_equal(score[:, 0], probabilities.max(axis=1))
+    # By hand: the logits of "good film" are 0 and 2.
+    assert math.isclose(score[0, 0], math.exp(2) / (1 + math.exp(2)), rel_tol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "TEXT[1] is empty or white space alone"),
+        (" \t\n\u00a0\u3000", "TEXT[1] is empty or white space alone"),
+        ("\u200b", "nothing that the tokenizer can read"),
+        ("good\x00film", r"control character U+0000 at position 4"),
+        ("good\x7f", r"control character U+007F"),
+        (b"good \xff film", "TEXT[1] is not UTF-8 (byte 5: invalid start byte)"),
+        (b"good \xc3", "TEXT[1] is not UTF-8 (byte 5: unexpected end of data)"),
+        ("\ud800".encode("utf-8", "surrogatepass"), "TEXT[1] is not UTF-8"),
+        ("é" * 50_001, "TEXT[1] is 100002 bytes long; at most 100000 are taken"),
+    ],
+)
+def test_bad_text_is_refused_and_its_neighbours_answered(kit: Any, entry: Any, text: str | bytes, message: str) -> None:
+    first, refused, last = answers(
+        entry, kit.text_request("good"), kit.text_request("bad", text), kit.text_request("bad")
+    )
+    assert (first, last) == (["positive"], ["negative"])
+    assert message in refused
+
+
+def test_lone_text_is_not_numbered(kit: Any, entry: Any) -> None:
+    assert answers(entry, kit.text_request("")) == ["TEXT is empty or white space alone; send at least one word"]
+
+
+def test_refusal_is_the_senders_fault(kit: Any, entry: Any) -> None:
+    assert entry.execute([kit.text_request("")])[0].error.code == kit.FakeTritonError.INVALID_ARG
+
+
+@pytest.mark.parametrize("shape", [(0, 1), (2,), (1, 2)])
+def test_wrong_shape_is_refused(kit: Any, entry: Any, shape: tuple[int, ...]) -> None:
+    wrong = kit.request_of(TEXT=np.full(shape, b"good", dtype=object))
+    refused, answered = answers(entry, wrong, kit.text_request("good"))
+    assert "TEXT has shape" in refused
+    assert answered == ["positive"]
+
+
+@pytest.mark.parametrize("text", ["good\tfilm\r\n", "a" * 100_000, "good \x80\x99 film", "\ufeffgood", "好 good", "é"])
+def test_unusual_text_is_answered(kit: Any, entry: Any, text: str) -> None:
+    assert answers(entry, kit.text_request(text))[0][0] in ("negative", "positive")
+
+
+def test_only_refused_requests_are_fine(kit: Any, entry: Any) -> None:
+    assert all("TEXT" in answer for answer in answers(entry, kit.text_request(""), kit.text_request("\x00")))
+
+
+def test_no_requests_give_no_responses(kit: Any, entry: Any) -> None:
+    assert entry.execute([]) == []
+
+
+def test_large_batches_are_cut(kit: Any, entry: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows: list[int] = []
+    feed = entry.feed
+    monkeypatch.setattr(entry, "feed", lambda encodings: rows.append(len(encodings)) or feed(encodings))
+    texts = ["good", "bad", "fine"] * 3
+    assert answers(entry, kit.text_request(*texts[:5]), kit.text_request(*texts[5:])) == [
+        ["positive", "negative", "positive", "positive", "negative"],
+        ["positive", "positive", "negative", "positive"],
+    ]
+    assert rows == [4, 4, 1]
+
+
+def test_rows_are_padded_to_a_multiple_of_eight_but_not_past_the_end(kit: Any, entry: Any) -> None:
+    encode = entry.tokenizer.encode_batch
+    short = entry.feed(encode(["good", "good film"]))
+    assert {name: tensor.shape for name, tensor in short.items()} == dict.fromkeys(entry.inputs, (2, 8))
+    assert short["attention_mask"].tolist() == [[1] * 3 + [0] * 5, [1] * 4 + [0] * 4]
+    assert short["input_ids"][0].tolist() == [2, 4, 3, 0, 0, 0, 0, 0]
+    # max_tokens is 12, and the position table may end there.
+    assert entry.feed(encode(["good " * 50]))["input_ids"].shape == (1, 12)
+
+
+def test_graph_without_token_types_gets_none(
+    kit: Any, make_model: Callable[..., ServedModel], load_entry: Callable[[Path], Any], tmp_path: Path
+) -> None:
+    graph = kit.write_graph(tmp_path / "two.onnx", inputs=("input_ids", "attention_mask"))
+    entry = load_entry(write(make_model(onnx=graph), tmp_path / "repository")[0])
+    assert answers(entry, kit.text_request("good")) == [["positive"]]
+
+
+def test_number_that_is_not_finite_is_an_error_of_the_model(
+    kit: Any, make_model: Callable[..., ServedModel], load_entry: Callable[[Path], Any], tmp_path: Path
+) -> None:
+    weights = np.full((9, 2), np.nan, np.float32)
+    graph = kit.write_graph(tmp_path / "nan.onnx", weights=weights)
+    entry = load_entry(write(make_model(onnx=graph), tmp_path / "repository")[0])
+    error = entry.execute([kit.text_request("good")])[0].error
+    assert error.code == kit.FakeTritonError.INTERNAL
+    assert "not finite" in str(error)
+
+
+def test_teacher_runs_the_same_code_on_its_own_graph(
+    kit: Any, make_model: Callable[..., ServedModel], load_entry: Callable[[Path], Any], tmp_path: Path
+) -> None:
+    teacher = make_model(
+        name="sst2_teacher", onnx=kit.write_graph(tmp_path / "t.onnx", weights=-np.eye(9, 2, -4, np.float32))
+    )
+    folder = write(make_model(), tmp_path / "repository", teacher=teacher)[2]
+    assert folder == tmp_path / "repository" / "sst2_teacher" / "1"
+    assert answers(load_entry(folder), kit.text_request("good", "bad")) == [["positive", "negative"]]
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None, max_examples=60)
+@given(sizes=st.lists(st.integers(1, 6), max_size=6), data=st.data())
+def test_mixing_requests_changes_no_answer(kit: Any, entry: Any, sizes: list[int], data: st.DataObject) -> None:
+    words = st.sampled_from(["good", "bad", "fine film", "é good bad", "film " * 9, "", "\x00", "\u200b"])
+    texts = [data.draw(st.lists(words, min_size=size, max_size=size)) for size in sizes]
+    together = entry.execute([kit.text_request(*request) for request in texts])
+    for request, response in zip(texts, together, strict=True):
+        alone = entry.execute([kit.text_request(*request)])[0]
+        assert bool(alone.error) == bool(response.error) == any(not t.strip(" \x00\u200b") for t in request)
+        for name, value in alone.outputs.items():
+            np.testing.assert_array_equal(value, response.outputs[name])

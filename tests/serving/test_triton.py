@@ -1,0 +1,164 @@
+"""config.pbtxt: golden text, round trip, warm-up bytes."""
+
+from collections.abc import Callable
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from serving import Queue, RepositoryError, ServedModel, triton
+
+GOLDEN = """\
+name: "sst2"
+version_policy {
+  latest {
+    num_versions: 1
+  }
+}
+max_batch_size: 4
+input {
+  name: "TEXT"
+  data_type: TYPE_STRING
+  dims: 1
+}
+output {
+  name: "LABEL"
+  data_type: TYPE_STRING
+  dims: 1
+}
+output {
+  name: "SCORE"
+  data_type: TYPE_FP32
+  dims: 1
+}
+output {
+  name: "PROBABILITIES"
+  data_type: TYPE_FP32
+  dims: 2
+  label_filename: "labels.txt"
+}
+instance_group {
+  count: 3
+  kind: KIND_CPU
+}
+dynamic_batching {
+}
+parameters {
+  key: "intra_op_threads"
+  value {
+    string_value: "2"
+  }
+}
+parameters {
+  key: "labels"
+  value {
+    string_value: "[\\"negative\\", \\"positive\\"]"
+  }
+}
+parameters {
+  key: "max_tokens"
+  value {
+    string_value: "12"
+  }
+}
+parameters {
+  key: "onnx"
+  value {
+    string_value: "../../sst2_student/{version}/model.onnx"
+  }
+}
+parameters {
+  key: "pad_id"
+  value {
+    string_value: "7"
+  }
+}
+model_warmup {
+  name: "one"
+  batch_size: 1
+  inputs {
+    key: "TEXT"
+    value {
+      data_type: TYPE_STRING
+      dims: 1
+      input_data_file: "a.bin"
+    }
+  }
+}
+backend: "python"
+"""
+WARMUP = triton.Warmup(name="one", batch_size=1, inputs={"TEXT": ("a.bin", (1,))})
+
+
+def test_entry_config_is_the_golden_text(make_model: Callable[..., ServedModel]) -> None:
+    model = make_model(instances=3, intra_op_threads=2)
+    config = triton.entry_config(model, student="sst2_student", pad_id=7, warmups=[WARMUP])
+    assert triton.to_text(config) == GOLDEN
+    assert triton.from_text(GOLDEN) == config
+
+
+def test_queue_without_limits_has_no_policy(make_model: Callable[..., ServedModel]) -> None:
+    # Even an empty policy makes Triton's batcher miss wake-ups.
+    assert not triton.teacher_config(make_model(), name="t", pad_id=0).dynamic_batching.HasField("default_queue_policy")
+
+
+def test_expired_requests_are_rejected(make_model: Callable[..., ServedModel]) -> None:
+    # REJECT is the message's default, so the text above does not show it.
+    model = make_model(queue=Queue(max_delay_us=0, max_requests=5, timeout_ms=20))
+    batching = triton.teacher_config(model, name="t", pad_id=0).dynamic_batching
+    policy = batching.default_queue_policy
+    assert policy.timeout_action == policy.REJECT
+    assert (batching.max_queue_delay_microseconds, policy.max_queue_size) == (0, 5)
+    assert policy.default_timeout_microseconds == 20_000
+
+
+def test_teacher_has_its_own_graph(make_model: Callable[..., ServedModel]) -> None:
+    config = triton.teacher_config(make_model(), name="sst2_teacher", pad_id=0)
+    assert config.name == "sst2_teacher"
+    assert triton.parameters_of(config)["onnx"] == "model.onnx"
+
+
+def test_runner_takes_only_the_inputs_of_its_graph(make_model: Callable[..., ServedModel]) -> None:
+    inputs = ("input_ids", "attention_mask")
+    config = triton.runner_config(make_model(instances=2, intra_op_threads=3), name="sst2_student", inputs=inputs)
+    assert tuple(tensor.name for tensor in config.input) == inputs
+    assert [list(tensor.dims) for tensor in config.input] == [[-1], [-1]]
+    assert (config.output[0].name, list(config.output[0].dims)) == ("logits", [2])
+    assert config.instance_group[0].count == 1
+    assert triton.parameters_of(config)["intra_op_threads"] == "6"
+
+
+def test_broken_text_names_the_line() -> None:
+    with pytest.raises(RepositoryError, match=r"config.pbtxt is not .* \(2:1 .*publish it again"):
+        triton.from_text('name: "a"\nnmae: "b"\n')
+
+
+@given(st.text())
+def test_warmup_text_begins_with_its_length_in_bytes(text: str) -> None:
+    raw = triton.text_bytes(text)
+    assert int.from_bytes(raw[:4], "little") == len(raw) - 4
+    assert raw[4:].decode() == text
+
+
+@given(
+    labels=st.lists(st.text(st.characters(codec="utf-8"), min_size=1), min_size=2, max_size=4, unique=True),
+    delay=st.integers(0, 10**6),
+    batch=st.integers(1, 1024),
+)
+def test_every_config_survives_the_round_trip(labels: list[str], delay: int, batch: int) -> None:
+    from pathlib import Path
+
+    from hypothesis import assume
+
+    assume(all(label.strip() and label.splitlines() == [label] for label in labels))
+    model = ServedModel(
+        name="sst2",
+        onnx=Path("m"),
+        tokenizer=Path("t"),
+        labels=tuple(labels),
+        max_tokens=8,
+        max_batch_size=batch,
+        queue=Queue(max_delay_us=delay),
+    )
+    config = triton.entry_config(model, student="s", pad_id=0)
+    assert triton.from_text(triton.to_text(config)) == config
