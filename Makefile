@@ -27,7 +27,7 @@ demo: install
 	until grep -q '^ready' $(RUN)/benchmarks/serve.log; do kill -0 $$server || exit 1; sleep 0.5; done; \
 	cat $(RUN)/benchmarks/serve.log; \
 	$(BIN)/compressor classify "a gripping film" "two hours i will never get back"; \
-	$(BIN)/locust -f benchmarks/locustfile.py --headless --only-summary -u 16 -r 16 -t 30s --run $(RUN)
+	$(BIN)/locust -f benchmarks/locustfile.py --headless --only-summary -u 16 -r 16 -t 30s --texts $(RUN)/1-corpus/validation.arrow
 	$(BIN)/python -m benchmarks compare --run $(RUN) --repository $(REPOSITORY) --quick --out $(RUN)/benchmarks
 	@echo "report: $(RUN)/report.html"
 

@@ -49,7 +49,7 @@ def run_compare(
 ) -> None:
     """Accuracy, size, in-process and served latency and throughput of teacher and student.
 
-    Starts Triton on the model repository, unless --url says where it runs. About four minutes; --quick takes one.
+    Starts Triton on the model repository, unless --url says where it runs. Minutes; --quick is shorter.
     """
     from benchmarks import compare
     from compressor.world import available_cores
@@ -81,7 +81,8 @@ def run_bert_base(
 ) -> None:
     """The INT8 student against BERT-base in PyTorch fp32: latency at 1 x 32 tokens, and size.
 
-    Exits with 3 if the student is less than 35 times as fast or less than 24 times as small.
+    Exits with 3 if the student is less than 35 times as fast or less than 24 times as small, or if other work made
+    the machine too busy to tell.
     """
     from benchmarks import bert_base
     from compressor.world import available_cores

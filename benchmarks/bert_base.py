@@ -88,7 +88,12 @@ def exported_size(model: Any, run: Run) -> int:
 
 
 def check_targets(result: Mapping[str, Any]) -> None:
-    """Raise GateError if the student is not as much faster and smaller as is promised."""
+    """Raise GateError if the student is not as much faster and smaller as is promised, or if nobody can tell."""
+    if result["machine_was_busy"]:
+        raise GateError(
+            f"{result['cpu_in_use_before_percent']:.0f} % of the processor was in use by other work, the bound is "
+            f"{report.BUSY_PERCENT} %: that slows PyTorch most and flatters the student; run again on a quiet machine"
+        )
     missed = [
         f"{what} is {result[value]:.1f} times; the target is at least {result[bound]:.0f}"
         for what, value, bound in (

@@ -29,7 +29,7 @@ THROUGHPUT_BATCH = 32
 WARMUP_CALLS = 3
 MIN_CALLS = 2
 # The threads of ONNX Runtime and of OpenMP go on spinning for tens of ms after a call; a call of another system made
-# meanwhile would be charged for them. Measured: on two cores it can make PyTorch ten times slower.
+# meanwhile would be charged for them. Measured on two busy cores: it can make PyTorch ten times slower.
 SETTLE_S = 0.15
 
 log = logging.getLogger(__name__)
@@ -153,7 +153,7 @@ def validation_texts(run: Run) -> list[str]:
 
 
 def _real_calls(systems: Mapping[str, System], batch: int, seed: int) -> dict[str, Call]:
-    """A call of each system on the next `batch` validation texts: one seeded order, padded to the longest of a batch."""
+    """A call of each system on the next `batch` validation texts, in one seeded order, padded to the longest."""
 
     def call(system: System) -> Call:
         texts = system.encoded["validation"]

@@ -91,6 +91,9 @@ class Recorder:
         self._options = cast(Any, environment.parsed_options)
         self._samples: list[Sample] = []
         self._numbers = itertools.count()
+        # The library closes a client again when it is collected; gRPC counts that as a second channel closed, and with
+        # gevent may then wait for ever. So each is closed once, by its user, and collected when the process ends.
+        self._clients: list[Client] = []
         self._is_worker = isinstance(environment.runner, WorkerRunner)
         if not isinstance(environment.runner, MasterRunner):
             self.texts = read_texts(Path(self._options.texts))
@@ -108,6 +111,14 @@ class Recorder:
         heard.worker_report.add_listener(self._receive)
         if not self._is_worker:
             heard.quit.add_listener(self._finish)
+
+    def connect(self, protocol: Protocol) -> Client:
+        """A client of the server at --host or the protocol's default. Raises ServingError if it is no address."""
+        if protocol == "grpc":
+            _make_grpc_cooperative()
+        address = self._environment.host or ADDRESSES[protocol]
+        self._clients.append(Client(address, model=self._options.model, protocol=protocol))
+        return self._clients[-1]
 
     def next_user(self) -> random.Random:
         """The random stream of a new user: the same for the same seed and number of user."""
@@ -231,7 +242,7 @@ class ClassifierUser(User):
         self._texts = itertools.cycle(texts)
         self._batch = options.batch
         self._name = f"{options.model} x{options.batch}"
-        self._server = connect(self.environment, self.protocol)
+        self._server = self.recorder.connect(self.protocol)
         try:
             self._server.classify([next(self._texts) for _ in range(self._batch)])
         except ServingError as error:
@@ -276,14 +287,6 @@ class GrpcClassifier(ClassifierUser):
     protocol = "grpc"
 
 
-def connect(environment: Environment, protocol: Protocol) -> Client:
-    """A client of the server that --host or the protocol's default names."""
-    if protocol == "grpc":
-        _make_grpc_cooperative()
-    options = cast(Any, environment.parsed_options)
-    return Client(environment.host or ADDRESSES[protocol], model=options.model, protocol=protocol)
-
-
 @functools.cache
 def _make_grpc_cooperative() -> None:
     """Let gRPC wait in greenlets; once, and not before a process that locust forks off has been forked."""
@@ -308,7 +311,7 @@ def prepare(environment: Environment, **_: Any) -> None:
     if options.headless and not isinstance(environment.runner, MasterRunner):
         for protocol in {kind.protocol for kind in environment.user_classes if issubclass(kind, ClassifierUser)}:
             try:
-                with connect(environment, protocol) as client:
+                with recorder.connect(protocol) as client:
                     labels = client.labels
             except ServingError as error:
                 _leave(str(error))

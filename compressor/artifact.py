@@ -26,6 +26,7 @@ MANIFEST = "manifest.json"
 BEGUN = "begun.json"
 RESULT = "result.json"
 CHECKPOINT = "checkpoint"  # folder for what a stage needs only until it is finished
+REPLACED = "replaced"  # where an older artifact of the same name goes until the new one is in its place
 FORMAT = 1
 
 
@@ -80,11 +81,15 @@ def begun_key(partial: Path) -> str | None:
 def read(path: Path) -> Artifact | None:
     """The artifact in `path` without checking its files, or None if there is none."""
     try:
-        return Artifact(path, json.loads((path / MANIFEST).read_text(encoding="utf-8")))
+        manifest = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
     except FileNotFoundError:
         return None
     except (OSError, ValueError) as error:
         raise ArtifactError(f"{path / MANIFEST} cannot be read ({error}); delete {path} and run again") from error
+    # Web pages and browser extensions have a manifest.json as well.
+    if not isinstance(manifest, dict) or not {"kind", "key", "content"} <= manifest.keys():
+        raise ArtifactError(f"{path / MANIFEST} is not a manifest of this tool; choose another --out, or move it away")
+    return Artifact(path, manifest)
 
 
 def key(kind: str, section: Mapping[str, Any], parents: Mapping[str, str], sources: Mapping[str, str]) -> str:
@@ -121,9 +126,11 @@ def write(
     A `.partial` folder left by an interrupted run of the very same stage is kept, so that training can go on from its
     checkpoint; any other is thrown away. Raises ArtifactError if `out` is not ours or the disk refuses.
     """
+    if not out.name:
+        raise ArtifactError(f"{out} has no name of its own; choose another --out")
     partial = out.with_name(out.name + ".partial")
-    refuse_foreign(out)
     try:
+        refuse_foreign(out)
         _begin(partial, kind, key)
         started, earlier_s = time.monotonic(), float(_begun(partial)["seconds"])
         machine.reset_peak_memory()
@@ -138,6 +145,8 @@ def write(
     except OSError as error:
         if isinstance(error, (ConnectionError, TimeoutError, ChildProcessError)):
             raise
+        if error.errno is None:  # a library's own kind, about what it was given to read
+            raise ArtifactError(f"{out} was not made: {error}") from error
         where = error.filename or partial
         raise ArtifactError(
             f"cannot write {where}: {error.strerror or error}; free space or choose another --out"
@@ -152,18 +161,19 @@ def write_result(folder: Path, metrics: Mapping[str, Any]) -> None:
 
 def refuse_foreign(out: Path) -> None:
     """Raise ArtifactError if `out` exists and is not an artifact."""
-    if out.exists() and (not out.is_dir() or (any(out.iterdir()) and not (out / MANIFEST).is_file())):
+    if out.exists() and (not out.is_dir() or (any(out.iterdir()) and read(out) is None)):
         raise ArtifactError(f"{out} exists and is not an artifact of this tool; choose another --out, or move it away")
 
 
 def _begin(partial: Path, kind: str, key: str) -> None:
     """Make the partial folder, or take up the one that the same stage left."""
-    begun = partial / BEGUN
     if partial.exists():
-        # A sealed .partial is one that was killed before it got its name; an empty one was killed at its birth.
-        if not (begun.is_file() or (partial / MANIFEST).is_file() or not any(partial.iterdir())):
+        names = {path.name for path in partial.iterdir()}
+        # A sealed .partial is one that was killed before it got its name; one without a note was killed at its birth.
+        if not (BEGUN in names or names <= {BEGUN + ".new"} or read(partial) is not None):
             raise ArtifactError(f"{partial} exists and is not an unfinished artifact; move it away")
         if _begun(partial).get("key") == key:
+            (partial / MANIFEST).unlink(missing_ok=True)  # killed between the manifest and the name
             return
         shutil.rmtree(partial)
     partial.mkdir(parents=True)
@@ -178,10 +188,10 @@ def _note(partial: Path, kind: str, key: str, *, seconds: float) -> None:
 
 
 def _begun(partial: Path) -> dict[str, Any]:
-    """What `_note` wrote; nothing if it was not reached."""
+    """What `_note` wrote; nothing if it was not reached or did not get to the disk."""
     try:
         return dict(json.loads((partial / BEGUN).read_text(encoding="utf-8")))
-    except FileNotFoundError:
+    except (FileNotFoundError, ValueError):
         return {}
 
 
@@ -228,10 +238,6 @@ def _seal(
         os.fsync(file.fileno())
     (draft.path / BEGUN).unlink()
     if out.exists():
-        old = out.with_name(out.name + ".old")
-        shutil.rmtree(old, ignore_errors=True)
-        out.rename(old)
-        draft.path.rename(out)
-        shutil.rmtree(old)
-    else:
-        draft.path.rename(out)
+        out.rename(draft.path / REPLACED)
+    draft.path.rename(out)
+    shutil.rmtree(out / REPLACED, ignore_errors=True)

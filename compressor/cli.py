@@ -10,7 +10,6 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-import click
 import typer
 
 from compressor.errors import CompressorError, ConfigError
@@ -20,6 +19,8 @@ if TYPE_CHECKING:
     from compressor.artifact import Artifact
     from compressor.config import BuildConfig
     from compressor.pipeline import Planned, Step
+
+INTERRUPTED = 130  # what typer exits with on Ctrl-C
 
 app = typer.Typer(
     add_completion=False,
@@ -479,19 +480,11 @@ def main() -> None:
     for package in ("compressor", "serving"):
         logging.getLogger(package).setLevel(logging.INFO)
     try:
-        code = app(standalone_mode=False)
+        app()
     except (CompressorError, ServingError) as error:
         typer.echo(f"error: {error}", err=True)
         sys.exit(error.exit_code)
-    except click.exceptions.Abort:
-        sys.exit(130)
-    except click.ClickException as error:
-        error.show()
-        sys.exit(error.exit_code)
-    except KeyboardInterrupt:
-        typer.echo("interrupted; finished stages are kept, and the same command goes on from here", err=True)
-        sys.exit(130)
-    except BrokenPipeError:
-        sys.stderr.close()  # the reader went away, as `head` does
-        sys.exit(1)
-    sys.exit(code if isinstance(code, int) else 0)
+    except SystemExit as ended:
+        if ended.code == INTERRUPTED:
+            typer.echo("interrupted; finished stages are kept, and the same command goes on from here", err=True)
+        raise

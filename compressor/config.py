@@ -7,7 +7,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from compressor.errors import ConfigError, nearest
 from compressor.tasks import find_task
@@ -23,7 +23,7 @@ RECIPES = ("auto", "laptop", "paper")
 class Section(BaseModel):
     """Base of every section: frozen, and no key that is not listed."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
 
 class TaskConfig(Section):
@@ -33,6 +33,14 @@ class TaskConfig(Section):
     """A row of `compressor tasks`."""
     max_tokens: Annotated[int, Field(ge=8, le=512)] | None = None
     """Longest input in word pieces; the task's own limit if not given."""
+
+    @field_validator("name")
+    @classmethod
+    def _name_is_known(cls, name: str) -> str:
+        try:
+            return find_task(name).name
+        except ConfigError as error:
+            raise ValueError(str(error)) from error  # pydantic puts it beside the other mistakes
 
 
 class CorpusConfig(Section):
@@ -46,6 +54,12 @@ class CorpusConfig(Section):
     """Share of the rows held out to choose by, where the source has no validation split."""
     test: Rate = 0.1
     """Share of the rows held out to report on, where the source is one file."""
+
+    @model_validator(mode="after")
+    def _some_rows_are_left(self) -> CorpusConfig:
+        if self.validation + self.test >= 1:
+            raise ValueError(f"validation is {self.validation} and test is {self.test}; together they must be below 1")
+        return self
 
 
 class AugmentConfig(Section):
@@ -186,12 +200,10 @@ def read_recipe(text: str, overrides: tuple[str, ...] = (), *, name: str) -> Bui
     for override in overrides:
         _apply(values, override)
     try:
-        config = BuildConfig.model_validate(values)
+        return BuildConfig.model_validate(values)
     except ValidationError as error:
         mistakes = "; ".join(_sentence(item) for item in error.errors())
         raise ConfigError(f"recipe {name}: {mistakes}") from error
-    find_task(config.task.name)
-    return config
 
 
 def load_recipe(task: str | None, recipe: str, overrides: tuple[str, ...] = ()) -> BuildConfig:
@@ -231,7 +243,7 @@ def _apply(values: dict[str, Any], override: str) -> None:
     node: Any = values
     for part in parents:
         if isinstance(node, list):
-            if not part.isdigit() or int(part) >= len(node):
+            if not part.isdecimal() or int(part) >= len(node):
                 raise ConfigError(f"--set {key}: there is no entry {part!r}; entries run from 0 to {len(node) - 1}")
             node = node[int(part)]
         elif isinstance(node, dict):

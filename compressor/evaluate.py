@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from compressor.artifact import Artifact, read
 from compressor.dataset import Encoded, encode, read_examples
-from compressor.errors import ArtifactError
+from compressor.errors import ArtifactError, ModelError
 from compressor.statistics import wilson
 from compressor.tasks import Task
 from compressor.world import available_cores
@@ -88,7 +88,15 @@ def evaluate_saved(folder: Path, task: Task, examples: Artifact, split: str) -> 
 
 
 def evaluate_served(client: Classifier, task: Task, examples: Artifact, split: str) -> dict[str, Any]:
-    """Metrics of a served model on a split, asked as a client asks: texts in, labels out."""
+    """Metrics of a served model on a split, asked as a client asks: texts in, labels out.
+
+    Raises ModelError if it answers other labels than the task's.
+    """
+    if sorted(client.labels) != sorted(task.labels):
+        raise ModelError(
+            f"the served model answers {list(client.labels)}; {task.name} has {list(task.labels)}; "
+            "give the address of a server of this task"
+        )
     rows = read_examples(examples.path / f"{split}.arrow")
     answers = client.classify(list(rows["text"]))
     one_hot_NC = np.eye(len(task.labels), dtype=np.float32)[[task.labels.index(answer.label) for answer in answers]]

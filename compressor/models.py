@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import AutoTokenizer, BertConfig, BertForSequenceClassification
 from transformers.utils import logging as transformers_logging
@@ -27,7 +28,7 @@ def load_tokenizer(folder: Path) -> Any:
     """The fast tokenizer saved in `folder`. Raises SourceError if there is none."""
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, use_fast=True)
-    except (OSError, ValueError) as error:
+    except Exception as error:  # the libraries raise no narrower class for a missing or broken file
         raise SourceError(f"{folder} holds no tokenizer that can be loaded; save it with save_pretrained()") from error
     if not tokenizer.is_fast:
         raise SourceError(f"the tokenizer in {folder} has no tokenizer.json; save it as a fast tokenizer")
@@ -40,9 +41,7 @@ def load_encoder(folder: Path, task: Task) -> BertForSequenceClassification:
     config.num_labels = len(task.labels)
     config.id2label = dict(enumerate(task.labels))
     config.label2id = {label: index for index, label in enumerate(task.labels)}
-    model, report = BertForSequenceClassification.from_pretrained(
-        folder, config=config, local_files_only=True, use_safetensors=True, output_loading_info=True
-    )
+    model, report = _load(folder, config)
     _refuse_missing(folder, report, allowed=("classifier.", "bert.pooler."))
     return model
 
@@ -59,9 +58,7 @@ def load_classifier(folder: Path, task: Task) -> BertForSequenceClassification:
             f"the checkpoint {folder} has labels {names}; {task.name} has {list(task.labels)}; "
             "name its classes in id2label of its config.json, in the order it was trained with"
         )
-    model, report = BertForSequenceClassification.from_pretrained(
-        folder, config=config, local_files_only=True, use_safetensors=True, output_loading_info=True
-    )
+    model, report = _load(folder, config)
     _refuse_missing(folder, report, allowed=())
     order = [names.index(label) for label in task.labels]
     with torch.no_grad():
@@ -83,10 +80,29 @@ def check_vocabulary(model: BertForSequenceClassification, tokenizer: Any, folde
 
 
 def _bert_config(folder: Path) -> BertConfig:
-    config, _ = BertConfig.get_config_dict(folder, local_files_only=True)
+    try:
+        config, _ = BertConfig.get_config_dict(folder, local_files_only=True)
+    except (OSError, ValueError) as error:
+        raise _unusable(folder, error) from error
     if config.get("model_type", "bert") != "bert":
         raise ModelError(f"{folder} is a {config['model_type']!r} model; only 'bert' is supported")
     return BertConfig.from_dict(config)
+
+
+def _load(folder: Path, config: BertConfig) -> tuple[BertForSequenceClassification, dict[str, Any]]:
+    """The checkpoint, and the library's report of what it lacks. Raises ModelError if it cannot be read."""
+    try:
+        model, report = BertForSequenceClassification.from_pretrained(
+            folder, config=config, local_files_only=True, use_safetensors=True, output_loading_info=True
+        )
+    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
+        raise _unusable(folder, error) from error
+    return model, report
+
+
+def _unusable(folder: Path, error: Exception) -> ModelError:
+    reason = str(error).strip().partition("\n")[0]
+    return ModelError(f"the checkpoint {folder} cannot be loaded ({reason}); save it again with save_pretrained()")
 
 
 def _refuse_missing(folder: Path, report: dict[str, Any], allowed: tuple[str, ...]) -> None:

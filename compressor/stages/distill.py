@@ -99,6 +99,7 @@ def _work(
     out: Path,
 ) -> None:
     """What each process does."""
+    torch.manual_seed(seed)  # a general student's head, projections that start from no basis
     tokenizer = load_tokenizer(teacher_artifact.path)
     teacher = load_classifier(teacher_artifact.path, task).to(world.device).eval().requires_grad_(False)
     train = encode(examples, "train", tokenizer, max_tokens, cache=cache, world=world)

@@ -11,6 +11,7 @@ from compressor.dataset import read_examples
 from compressor.evaluate import MODEL_FILE
 from compressor.tasks import Task
 from serving import repository
+from serving.errors import RepositoryError
 from serving.model import ServedModel
 from serving.versions import read_manifest
 
@@ -58,8 +59,12 @@ def publish(
 
 
 def is_published(publication: Artifact, root: Path) -> bool:
-    """Whether `root` still holds what was published."""
+    """Whether `root` still holds what was published, undamaged."""
     versions = publication.metrics["versions"]
+    try:
+        repository.read(root)
+    except RepositoryError:
+        return False
     return all(_digest(root / name / str(facts["version"])) == facts["digest"] for name, facts in versions.items())
 
 

@@ -1,11 +1,10 @@
 """A finished build of tiny models, made of the real parts: Arrow, PyTorch, ONNX, INT8, a published repository."""
 
 import json
-import subprocess
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -68,7 +67,7 @@ def build_tiny(root: Path) -> TinyBuild:
     config = read_recipe(recipe_text("sst2", "laptop"), (f"task.max_tokens={MAX_TOKENS}",), name="laptop")
     (run / RUN_FILE).write_text(json.dumps({"recipe": "laptop", "config": config.model_dump()}))
 
-    def seal(name: str, kind: str, parents: dict[str, Artifact]) -> "artifact.write":  # type: ignore[valid-type]
+    def seal(name: str, kind: str, parents: dict[str, Artifact]) -> Any:
         return artifact.write(run / name, kind, key=name, section={}, parents=parents)
 
     with seal("1-corpus", "examples", {}) as draft:

@@ -43,15 +43,16 @@ class Vectors:
         """
         known = sorted({word for word in words if word in self._index})
         found: dict[str, list[str]] = {word: [] for word in words}
-        wanted = count + 1 + 10  # itself, and some stop words to drop
+        wanted = min(count + 1 + 10, len(self._words))  # itself, and some stop words to drop
         for start in range(0, len(known), QUERIES_PER_PRODUCT):
             block = known[start : start + QUERIES_PER_PRODUCT]
             similar_BV = self._unit_VD[[self._index[word] for word in block]] @ self._unit_VD.T
-            best_BK = np.argpartition(-similar_BV, wanted, axis=1)[:, :wanted]
+            best_BK = np.argpartition(-similar_BV, wanted - 1, axis=1)[:, :wanted]
             for word, best, similar in zip(block, best_BK, similar_BV, strict=True):
                 order = best[np.lexsort((best, -similar[best]))]
                 names = (self._words[place] for place in order)
-                found[word] = [name for name in names if name != word and name not in STOP_WORDS][:count]
+                refused = STOP_WORDS | {word.casefold()}
+                found[word] = [name for name in names if name.casefold() not in refused][:count]
         return found
 
 
@@ -95,7 +96,7 @@ def _read_glove(path: Path) -> Vectors:
                     break
     except (OSError, UnicodeDecodeError) as error:
         raise SourceError(f"augment.vectors {path} cannot be read: {error}") from error
-    if not rows or any(len(row) != size for row in rows):
+    if size < 2 or any(len(row) != size for row in rows):  # word2vec's text format begins with two numbers
         raise SourceError(f"augment.vectors {path} is not in GloVe's text format: a word and its numbers on each line")
     return Vectors(words, np.stack(rows))
 
@@ -108,9 +109,14 @@ class MaskedLM:
         self._limit = int(model.config.max_position_embeddings)
         vocabulary = tokenizer.get_vocab()
         self._pieces = {index: piece for piece, index in vocabulary.items()}
-        allowed = [index for piece, index in vocabulary.items() if LETTERS.fullmatch(piece) and piece not in STOP_WORDS]
+        allowed = [
+            index
+            for piece, index in vocabulary.items()
+            if LETTERS.fullmatch(piece) and piece.casefold() not in STOP_WORDS
+        ]
         import torch
 
+        self._allowed = len(allowed)
         self._banned_V = torch.ones(model.config.vocab_size, dtype=torch.bool)
         self._banned_V[allowed] = False
 
@@ -162,7 +168,8 @@ class MaskedLM:
             hidden_BSD = self._model.bert(input_ids=ids_BS, attention_mask=mask_BS).last_hidden_state
             masked_BD = hidden_BSD[torch.arange(len(encoded)), [place for _, place in encoded]]
             scores_BV = self._model.cls(masked_BD).masked_fill(self._banned_V, -torch.inf)
-        return [[self._pieces[int(index)] for index in row] for row in scores_BV.topk(count).indices]
+        best_BK = scores_BV.topk(min(count, self._allowed)).indices  # past these come the banned ones
+        return [[self._pieces[int(index)] for index in row] for row in best_BK]
 
 
 def load_masked_lm(source: str) -> MaskedLM:

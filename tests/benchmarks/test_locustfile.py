@@ -1,0 +1,98 @@
+"""The load file, run as users run it: locust patches a whole process, so never in this one."""
+
+import csv
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from serving.runtime import TritonServer
+
+ROOT = Path(__file__).parents[2]
+LOCUSTFILE = ROOT / "benchmarks" / "locustfile.py"
+
+
+def locust(*arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run locust without its page."""
+    command = [sys.executable, "-m", "locust", "-f", str(LOCUSTFILE), "--headless", "--only-summary", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, stdin=subprocess.DEVNULL)
+
+
+@pytest.fixture
+def texts(tmp_path: Path) -> Path:
+    """A file with one text a line."""
+    file = tmp_path / "texts.txt"
+    file.write_text("a good film\na bad film with some scenes\na fine film\n")
+    return file
+
+
+@pytest.mark.triton
+@pytest.mark.parametrize("protocol", ["http", "grpc"])
+def test_a_run_records_each_request(tiny_server: TritonServer, texts: Path, tmp_path: Path, protocol: str) -> None:
+    url = tiny_server.http_url if protocol == "http" else tiny_server.grpc_url
+    raw, summary = tmp_path / "raw.csv", tmp_path / "summary.json"
+    done = locust(
+        *("-u", "2", "-r", "2", "-t", "3s", "--host", url, "--protocol", protocol, "--texts", str(texts)),
+        *("--batch", "3", "--raw", str(raw), "--summary", str(summary)),
+    )
+    assert done.returncode == 0, done.stderr
+    with raw.open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    (found,) = json.loads(summary.read_text())["requests"]
+    assert found["request"] == f"{protocol.upper()} sst2 x3"
+    assert (found["answered"], found["failures"]) == (len(rows), 0)
+    assert len(rows) > 10
+    assert any("." in row["response_ms"] and float(row["response_ms"]) % 1 > 0 for row in rows)
+    assert found["p50_ms"] <= found["p90_ms"]
+    assert f"{protocol.upper()} sst2 x3: p50 {found['p50_ms']:.3f} ms" in done.stderr
+
+
+def test_no_server_is_one_sentence_and_an_exit_code(texts: Path) -> None:
+    done = locust("-u", "1", "-t", "1s", "--host", "127.0.0.1:1", "--texts", str(texts))
+    assert done.returncode == 1
+    assert "no server answers at 127.0.0.1:1" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_missing_texts_are_one_sentence_and_an_exit_code(tmp_path: Path) -> None:
+    done = locust("-u", "1", "-t", "1s", "--texts", str(tmp_path / "none.txt"))
+    assert done.returncode == 1
+    assert "none.txt" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+UNITS = """
+import runpy, sys
+file = runpy.run_path(sys.argv[1])
+from serving.client import Classification
+
+def refused(label, score, probabilities, count=1):
+    answer = Classification(text="a", label=label, score=score, probabilities=probabilities)
+    try:
+        file["check_answers"]([answer], ("negative", "positive"), count)
+    except file["WrongAnswerError"]:
+        return True
+    return False
+
+right = {"negative": 0.25, "positive": 0.75}
+assert not refused("positive", 0.75, right)
+assert refused("other", 0.75, right)
+assert refused("positive", 0.75, right, count=2)
+assert refused("positive", 0.25, right)
+assert refused("positive", float("nan"), {"negative": float("nan"), "positive": 0.5})
+
+Sample = file["Sample"]
+samples = [Sample("HTTP sst2 x1", 10.0 + i / 100, float(i + 1), i == 0) for i in range(21)]
+(found,) = file["summarize"](samples)
+assert (found["answered"], found["failures"]) == (20, 1)
+assert found["p50_ms"] == 11.5 and found["p99_ms"] is None, found
+assert abs(found["answered_per_s"] - 20 / 0.221) < 1e-6, found
+assert not any(name in sys.modules for name in ("torch", "compressor", "transformers"))
+"""
+
+
+def test_wrong_answers_are_failures_and_percentiles_are_of_answered_requests() -> None:
+    done = subprocess.run([sys.executable, "-c", UNITS, str(LOCUSTFILE)], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr

@@ -1,0 +1,75 @@
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from benchmarks import served
+from benchmarks.load import Answered, Load, closed_loop
+from benchmarks.local import Effort
+from benchmarks.runs import open_run
+from compressor.tasks import TASKS
+from serving.errors import RepositoryError, ServingError, UnavailableError
+from serving.runtime import TritonServer
+
+TEXTS = ["a good film", "a bad film with some scenes", "a fine film"]
+EFFORT = Effort(rounds=1, turn_s=0.1, served_rounds=2, served_turn_s=0.3)
+
+
+def test_a_row_joins_raw_times_and_counts_failures() -> None:
+    row = served.load_row(4, [Answered([1.0, 2.0], [], 1.0), Answered([3.0], ["UnavailableError: full"], 0.5)])
+    assert (row["p50_ms"], row["calls"], row["requests_per_s"], row["failures"]) == (2.0, 3, 2.0, 1)
+    assert row["first_failure"] == "UnavailableError: full"
+
+
+def test_a_load_without_any_answer_is_an_error() -> None:
+    with pytest.raises(ServingError, match=r"no request of 16 .* was answered; first failure: DeadlineError"):
+        served.load_row(16, [Answered([], ["DeadlineError: late"], 1.0)])
+
+
+def test_models_take_turns_at_each_concurrency() -> None:
+    sent: list[tuple[int, str]] = []
+
+    def send(load: Load, texts: Sequence[str]) -> Answered:
+        sent.append((load.concurrency, load.model))
+        return Answered([1.0], [], 1.0)
+
+    rows = served.measure_loads(send, "host:1", ["sst2", "sst2_teacher"], TEXTS, EFFORT, seed=0)
+    assert [model for concurrency, model in sent if concurrency == 4] == [
+        "sst2",
+        "sst2_teacher",
+        "sst2_teacher",
+        "sst2",
+    ]
+    assert [row["concurrency"] for row in rows["sst2"]] == [1, 4, 16]
+
+
+def test_a_missing_repository_is_refused(tiny_build: Any, tmp_path: Path) -> None:
+    with pytest.raises(RepositoryError, match="does not exist"):
+        served.check_repository(open_run(tiny_build.run), tmp_path / "none")
+
+
+def test_no_server_is_one_sentence() -> None:
+    load = Load(url="127.0.0.1:1", model="sst2", concurrency=1, seconds=0.1, seed=0)
+    with pytest.raises(UnavailableError, match=r"no server answers at 127\.0\.0\.1:1"):
+        closed_loop(load, TEXTS)
+
+
+@pytest.mark.triton
+def test_closed_loop_measures_a_real_server(tiny_server: TritonServer) -> None:
+    load = Load(url=tiny_server.grpc_url, model="sst2", concurrency=2, seconds=0.5, seed=0)
+    answered = closed_loop(load, TEXTS)
+    assert not answered.failures
+    assert len(answered.times_ms) > 10
+    assert 0.4 < answered.seconds < 5
+    # Two clients that wait for each answer cannot have waited longer than twice the time.
+    assert sum(answered.times_ms) / 1000 <= 2 * answered.seconds
+
+
+@pytest.mark.triton
+def test_answers_come_in_the_order_of_the_texts(tiny_server: TritonServer) -> None:
+    rows = served.ask(tiny_server.grpc_url, "sst2", TEXTS * 20, TASKS["sst2"])
+    assert rows.shape == (len(TEXTS) * 20, 2)
+    assert (rows.sum(axis=1) == 1).all()
+    assert np.array_equal(rows[: len(TEXTS)], rows[-len(TEXTS) :])

@@ -1,0 +1,554 @@
+"""Labelled text: bytes and rows kept, mistakes named by file and line, splits fixed by the seed."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import os
+import re
+from collections import Counter
+from collections.abc import Sequence
+from itertools import chain, product
+from pathlib import Path
+
+import datasets
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from compressor import sources
+from compressor.artifact import Artifact
+from compressor.config import CorpusConfig
+from compressor.dataset import SPLITS, read_examples
+from compressor.errors import ArtifactError, DataError, SourceError
+from compressor.stages.corpus import corpus, read_ratings, read_source
+from compressor.tasks import TASKS
+
+ANY_SPEED = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow], max_examples=30)
+SST2 = TASKS["sst2"]
+HEADER = "sentence\tlabel\n"
+MANY = [(f"text number {number}", number % 2) for number in range(100)]
+BOTH = [("bad one", 0), ("good one", 1)]
+# Texts that other readers merge, split or change. A tab or a line feed cannot stand in a TSV field.
+HARD = [
+    'an unbalanced " quote',
+    '"whole"',
+    'he said ""no""',
+    "line\u2028separator and \u2029 paragraph",
+    "next\x85line",
+    "  blanks at both ends ",
+    "no\xa0break",
+    "comma, semicolon; pipe|",
+    "back\\slash \\n \\t",
+    "emoji 🎬 and cafe\u0301",
+    "\ufeffa mark inside",
+    "NA",
+    "null",
+    "007",
+    "1e5",
+    "#comment",
+    "'",
+    '"',
+]
+
+
+def write(path: Path, rows: Sequence[tuple[str, object]], *, label_first: bool = False) -> Path:
+    """A data file in the format of its suffix."""
+    columns = ["label", "sentence"] if label_first else ["sentence", "label"]
+    records = [{"sentence": text, "label": label} for text, label in rows]
+    match path.suffix:
+        case ".tsv":
+            lines = ["\t".join(columns), *("\t".join(str(record[name]) for name in columns) for record in records)]
+            path.write_bytes("".join(line + "\n" for line in lines).encode())
+        case ".csv":
+            buffer = io.StringIO(newline="")
+            writer = csv.DictWriter(buffer, columns)
+            writer.writeheader()
+            writer.writerows(records)
+            path.write_bytes(buffer.getvalue().encode())
+        case ".jsonl":
+            path.write_bytes("".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records).encode())
+        case ".parquet":
+            pq.write_table(pa.table({name: [record[name] for record in records] for name in columns}), path)
+    return path
+
+
+def read_file(path: Path) -> list[tuple[str, int]]:
+    """Rows of one file in order: as the train split of a folder with that file and a test file beside it."""
+    found, _ = read_source(CorpusConfig(source=str(path), validation=1e-9, test=1e-9), SST2, seed=0)
+    assert not found["validation"]
+    assert not found["test"]
+    return found["train"]
+
+
+def read_text(folder: Path, text: str | bytes, name: str = "x.tsv") -> list[tuple[str, int]]:
+    (folder / name).write_bytes(text if isinstance(text, bytes) else text.encode())
+    return read_file(folder / name)
+
+
+def make(source: Path, out: Path, *, seed: int = 0, **config) -> Artifact:
+    return corpus(CorpusConfig(source=str(source), **config), SST2, seed=seed, key="k", out=out)
+
+
+def rows_of(examples: Artifact) -> dict[str, list[tuple[str, int]]]:
+    found = {split: read_examples(examples.path / f"{split}.arrow") for split in SPLITS}
+    return {split: list(zip(data["text"], data["label"], strict=True)) for split, data in found.items()}
+
+
+# ---- bytes and rows are kept
+
+
+@pytest.mark.parametrize("suffix", [".tsv", ".csv", ".jsonl", ".parquet"])
+def test_hard_texts_come_back_as_they_are(suffix, tmp_path):
+    rows = [(text, number % 2) for number, text in enumerate(HARD)]
+    assert read_file(write(tmp_path / f"x{suffix}", rows)) == rows
+
+
+@pytest.mark.parametrize("suffix", [".csv", ".jsonl", ".parquet"])
+@pytest.mark.parametrize("text", ["a\ttab", "two\nlines", "two\r\nlines", "\n\nbetween blank lines\n\n"])
+def test_quoted_formats_hold_tabs_and_line_ends(suffix, text, tmp_path):
+    assert read_file(write(tmp_path / f"x{suffix}", [(text, 1), ("after", 0)])) == [(text, 1), ("after", 0)]
+
+
+TEXTS = st.text(st.characters(codec="utf-8", exclude_categories=["Cc"])).filter(str.strip)
+
+
+@ANY_SPEED
+@given(st.lists(st.tuples(TEXTS, st.integers(0, 1)), min_size=1, max_size=20), st.sampled_from(["\n", "\r\n"]))
+def test_tsv_round_trip(tmp_path_factory, rows, end):
+    text = "".join(f"{left}\t{right}{end}" for left, right in [("sentence", "label"), *rows])
+    assert read_text(tmp_path_factory.mktemp("tsv"), text) == rows
+
+
+@ANY_SPEED
+@given(st.lists(st.tuples(TEXTS, st.integers(0, 1)), min_size=1, max_size=20), st.booleans())
+def test_jsonl_round_trip(tmp_path_factory, rows, ascii_only):
+    lines = [json.dumps({"sentence": text, "label": label}, ensure_ascii=ascii_only) for text, label in rows]
+    assert read_text(tmp_path_factory.mktemp("jsonl"), "\n".join(lines), "x.jsonl") == rows
+
+
+@ANY_SPEED
+@given(st.lists(st.tuples(TEXTS, st.integers(0, 1)), min_size=1, max_size=20))
+def test_csv_round_trip(tmp_path_factory, rows):
+    assert read_file(write(tmp_path_factory.mktemp("csv") / "x.csv", rows)) == rows
+
+
+@pytest.mark.parametrize("suffix", [".tsv", ".csv", ".jsonl"])
+def test_a_byte_order_mark_is_no_part_of_the_first_column(suffix, tmp_path):
+    path = write(tmp_path / f"x{suffix}", BOTH)
+    path.write_bytes(b"\xef\xbb\xbf" + path.read_bytes())
+    assert read_file(path) == BOTH
+
+
+def test_carriage_returns_are_line_ends_not_text(tmp_path):
+    assert read_text(tmp_path, "label\tsentence\r\n1\tgood\r\n0\tbad\r\n") == [("good", 1), ("bad", 0)]
+
+
+@pytest.mark.parametrize("suffix", [".tsv", ".csv", ".jsonl"])
+@pytest.mark.parametrize("end", [b"", b"\n", b"\n\n\n"])
+def test_blank_lines_at_the_end_are_no_rows(suffix, end, tmp_path):
+    path = write(tmp_path / f"x{suffix}", BOTH)
+    path.write_bytes(path.read_bytes().rstrip() + end)
+    assert read_file(path) == BOTH
+
+
+@pytest.mark.parametrize("suffix", [".tsv", ".csv", ".parquet"])
+def test_the_order_of_columns_does_not_matter(suffix, tmp_path):
+    assert read_file(write(tmp_path / f"x{suffix}", BOTH, label_first=True)) == BOTH
+
+
+def test_other_columns_are_passed_over(tmp_path):
+    assert read_text(tmp_path, "id\tsentence\tlabel\tnote\n7\tgood\t1\t\n") == [("good", 1)]
+
+
+# ---- labels
+
+
+WRITTEN = [("negative", "positive"), ("0", "1"), (0, 1), ("Negative", "POSITIVE")]
+
+
+@pytest.mark.parametrize(
+    ("suffix", "labels"),
+    [
+        *product((".tsv", ".csv", ".jsonl", ".parquet"), WRITTEN),
+        *product((".jsonl", ".parquet"), [(0.0, 1.0)]),  # what a table has whose label column once had gaps
+    ],
+)
+@pytest.mark.parametrize("first", [0, 1])
+def test_labels_are_read_by_name_or_code_whichever_comes_first(suffix, labels, first, tmp_path):
+    order = [first, 1 - first]
+    path = write(tmp_path / f"x{suffix}", [(f"text {label}", labels[label]) for label in order])
+    assert read_file(path) == [(f"text {label}", label) for label in order]
+
+
+@pytest.mark.parametrize("label", ["2", "pos", "-1", ""])
+def test_an_unknown_label_is_refused_with_the_known_ones(label, tmp_path):
+    sentence = rf"x.tsv, line 3: label '{label}' is unknown; labels of sst2 are negative or 0, positive or 1"
+    with pytest.raises(DataError, match=sentence):
+        read_text(tmp_path, f"{HEADER}good\t1\nbad\t{label}\n")
+
+
+@pytest.mark.parametrize("label", [True, 0.5, ["1"], 2])
+def test_a_label_of_another_type_is_refused(label, tmp_path):
+    with pytest.raises(DataError, match=r"x.jsonl, line 1: label .* is unknown"):
+        read_text(tmp_path, json.dumps({"sentence": "good", "label": label}), "x.jsonl")
+
+
+# ---- mistakes are named
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "sentence"),
+    [
+        ("x.tsv", "", r"x.tsv is empty; it needs rows with columns 'sentence' and 'label'"),
+        ("x.tsv", HEADER, r"x.tsv is empty; it needs rows"),
+        ("x.csv", "", r"x.csv is empty; it needs rows"),
+        ("x.jsonl", "\n\n", r"x.jsonl is empty; it needs rows"),
+        ("x.tsv", "text\tlabel\ngood\t1\n", r"x.tsv, line 2: no column 'sentence'; found 'text', 'label'"),
+        ("x.tsv", "sentence\tscore\ngood\t1\n", r"x.tsv, line 2: no column 'label'; found 'sentence', 'score'"),
+        ("x.tsv", f"{HEADER}good\t1\nbad\n", r"x.tsv, line 3: 1 columns; the header has 2"),
+        ("x.tsv", f"{HEADER}good\t1\n\nto\to\t0\n", r"x.tsv, line 4: 3 columns; the header has 2"),
+        ("x.csv", "sentence,label\ngood,1\nbad, really,0\n", r"x.csv, line 3: 3 columns; the header has 2"),
+        ("x.csv", 'sentence,label\n"two\nlines",1\nbad\n', r"x.csv, line 4: 1 columns"),
+        ("x.csv", 'sentence,label\ngood,1\n"never closed,0\nmore,1\n', r"x.csv, line 4: unexpected end of data"),
+        ("x.csv", 'sentence,label\n"good" one,1\n', r"x.csv, line 2: ',' expected after '\"'"),
+        ("x.jsonl", '{"sentence": "good", "label": 1}\n{"sentence"\n', r"x.jsonl, line 2: not a JSON object: "),
+        ("x.jsonl", '["good", 1]\n', r"x.jsonl, line 1: not a JSON object but list"),
+        ("x.jsonl", '{"sentence": "good"}\n', r"x.jsonl, line 1: no column 'label'; found 'sentence'"),
+        ("x.jsonl", '{"sentence": "good", "label": null}\n', r"x.jsonl, line 1: no column 'label'; it is empty"),
+        ("x.jsonl", '{"sentence": null, "label": 1}\n', r"x.jsonl, line 1: no column 'sentence'; it is empty"),
+        (
+            "x.jsonl",
+            '{"sentence": 5, "label": 1}\n',
+            r"x.jsonl, line 1: column 'sentence' holds int 5; it must be text",
+        ),
+        ("x.jsonl", '{"sentence": ["a"], "label": 1}\n', r"x.jsonl, line 1: column 'sentence' holds list"),
+        ("x.jsonl", '{"sentence": "half \\ud83c", "label": 1}\n', r"line 1: the text holds half a character"),
+        ("x.parquet", "PAR?", r"x.parquet is not a Parquet file"),
+        ("x.txt", "good\t1\n", r"x.txt ends in '.txt'; data files end in .tsv, .csv, .jsonl, .parquet"),
+        ("x.tsv", f"{HEADER}  \t1\n", r"x.tsv, line 2: the text is empty; give it a text or drop the row"),
+        (
+            "x.tsv",
+            f"{HEADER}good\t1\n{'é' * 50_001}\t1\n",
+            r"x.tsv, line 3: the text has 100002 bytes; the limit is 100",
+        ),
+        ("x.tsv", f"{HEADER}a\x00b\t1\n", r"x.tsv, line 2: the text holds control character '\\x00'; remove it"),
+        ("x.tsv", HEADER + "\x1b[31mred\t1\n", r"x.tsv, line 2: the text holds control character '\\x1b'"),
+        ("x.tsv", f"{HEADER}a\x7fb\t1\n", r"x.tsv, line 2: the text holds control character '\\x7f'"),
+    ],
+)
+def test_a_mistake_is_named_by_file_and_line(name, text, sentence, tmp_path):
+    with pytest.raises(DataError, match=sentence):
+        read_text(tmp_path, text, name)
+
+
+@pytest.mark.parametrize("name", ["x.tsv", "x.csv", "x.jsonl"])
+@pytest.mark.parametrize("raw", [b"caf\xe9", b"\xff\xfe", b"\xed\xa0\x80", b"\xc3"])
+def test_bytes_that_are_not_utf8_are_named_by_file_and_line(name, raw, tmp_path):
+    path = write(tmp_path / name, BOTH)
+    path.write_bytes(path.read_bytes() + raw)
+    line = 3 if name == "x.jsonl" else 4
+    with pytest.raises(DataError, match=rf"{name}, line {line}: not UTF-8 \(.* at byte [0-9]+\)"):
+        read_file(path)
+
+
+def test_utf16_is_refused_at_its_first_line(tmp_path):
+    with pytest.raises(DataError, match=r"x.tsv, line 1: not UTF-8"):
+        read_text(tmp_path, f"{HEADER}good\t1\n".encode("utf-16"))
+
+
+def test_binary_text_of_a_parquet_file_is_refused(tmp_path):
+    pq.write_table(pa.table({"sentence": [b"good"], "label": [1]}), tmp_path / "x.parquet")
+    with pytest.raises(DataError, match=r"x.parquet, row 1: column 'sentence' holds bytes b'good'; it must be text"):
+        read_file(tmp_path / "x.parquet")
+
+
+def test_a_text_of_just_the_limit_is_kept(tmp_path):
+    assert read_text(tmp_path, f"{HEADER}{'x' * 100_000}\t1\n")[0][1] == 1
+
+
+def test_a_missing_file_is_refused_with_the_kinds_of_sources(tmp_path):
+    with pytest.raises(SourceError, match=r"corpus.source is '.*absent.tsv', and there is no such file or folder"):
+        make(tmp_path / "absent.tsv", tmp_path / "out")
+
+
+def test_a_folder_without_training_rows_says_what_to_put_there(tmp_path):
+    with pytest.raises(DataError, match=r"holds no training rows; put train.tsv or train.csv or .* there"):
+        make(tmp_path, tmp_path / "out")
+
+
+def test_two_files_for_one_split_are_refused(tmp_path):
+    write(tmp_path / "train.tsv", MANY)
+    write(tmp_path / "dev.tsv", BOTH)
+    write(tmp_path / "validation.csv", BOTH)
+    with pytest.raises(DataError, match=r"holds both dev.tsv and validation.csv; keep one file for validation"):
+        make(tmp_path, tmp_path / "out")
+
+
+def test_one_label_only_is_refused(tmp_path):
+    path = write(tmp_path / "x.tsv", [(f"text {number}", 1) for number in range(40)])
+    with pytest.raises(
+        DataError, match=r"the train split of .*x.tsv has only label 'positive'; .* at least two labels"
+    ):
+        make(path, tmp_path / "out")
+
+
+def test_too_few_rows_for_a_split_are_refused(tmp_path):
+    with pytest.raises(DataError, match=r"the validation split of .*x.tsv has no rows"):
+        make(write(tmp_path / "x.tsv", BOTH), tmp_path / "out")
+
+
+def test_a_mistake_leaves_no_folder(tmp_path):
+    (tmp_path / "x.tsv").write_text("bad", encoding="utf-8")
+    with pytest.raises(DataError, match="is empty"):
+        make(tmp_path / "x.tsv", tmp_path / "run" / "out")
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_full_disk_gives_one_sentence_and_leaves_what_is_finished(tmp_path):
+    path = write(tmp_path / "x.tsv", MANY)
+    before = rows_of(make(path, tmp_path / "out"))
+    (tmp_path / "out.partial").mkdir()
+    (tmp_path / "out.partial" / "begun.json").write_text('{"key": "k", "seconds": 0}', encoding="utf-8")
+    os.symlink("/dev/full", tmp_path / "out.partial" / "train.arrow")
+    with pytest.raises(ArtifactError, match=r"cannot write .*No space left on device; free space or choose another"):
+        make(path, tmp_path / "out")
+    assert rows_of(Artifact.open(tmp_path / "out", kind="examples")) == before
+
+
+# ---- splits
+
+
+def test_one_file_is_cut_into_three_splits_that_share_no_row(tmp_path):
+    found = rows_of(make(write(tmp_path / "x.tsv", MANY), tmp_path / "out", validation=0.2, test=0.1))
+    assert {split: len(rows) for split, rows in found.items()} == {"train": 70, "validation": 20, "test": 10}
+    assert sorted(chain(*found.values())) == sorted(MANY)
+
+
+def test_every_split_keeps_each_label_s_share(tmp_path):
+    rows = [(f"text {number}", int(number % 4 == 0)) for number in range(400)]
+    found = rows_of(make(write(tmp_path / "x.tsv", rows), tmp_path / "out"))
+    for split in SPLITS:
+        counts = Counter(label for _, label in found[split])
+        assert counts[1] / counts.total() == pytest.approx(0.25, abs=0.02)
+
+
+def test_the_split_is_fixed_by_the_seed(tmp_path):
+    path = write(tmp_path / "x.tsv", MANY)
+    one, again, other = (rows_of(make(path, tmp_path / f"out{n}", seed=seed)) for n, seed in enumerate((1, 1, 2)))
+    assert one == again
+    assert one["test"] != other["test"]
+
+
+def test_rows_keep_the_order_of_the_file(tmp_path):
+    found = rows_of(make(write(tmp_path / "x.tsv", MANY), tmp_path / "out"))
+    for rows in found.values():
+        assert [MANY.index(row) for row in rows] == sorted(MANY.index(row) for row in rows)
+
+
+def test_equal_texts_are_on_the_same_side(tmp_path):
+    rows = [(f"text {number % 40}", number % 2) for number in range(200)]
+    rows += [(f"text {number}", 1 - number % 2) for number in range(10)]  # the same text with both labels
+    found = rows_of(make(write(tmp_path / "x.tsv", rows), tmp_path / "out", validation=0.2, test=0.2))
+    sides = [{text for text, _ in found[split]} for split in SPLITS]
+    assert sum(map(len, sides)) == len(set.union(*sides)) == 40
+    assert sum(map(len, found.values())) == 210
+
+
+def folder(tmp_path: Path, **files: Sequence[tuple[str, object]]) -> Path:
+    data = tmp_path / "data"
+    data.mkdir()
+    for name, rows in files.items():
+        write(data / f"{name}.tsv", rows)
+    return data
+
+
+DEV = [("dev bad", 0), ("dev good", 1)]
+TEST = [("test bad", 0), ("test good", 1)]
+
+
+def test_a_folder_with_dev_only_reports_on_dev_and_chooses_on_rows_of_train(tmp_path):
+    found = rows_of(made := make(folder(tmp_path, train=MANY, dev=DEV), tmp_path / "out"))
+    assert found["test"] == DEV
+    assert sorted(found["train"] + found["validation"]) == sorted(MANY)
+    assert len(found["validation"]) == 10
+    assert "one held-out file, used only for reporting" in made.metrics["splits"]
+
+
+def test_a_folder_with_all_three_is_taken_as_given(tmp_path):
+    made = make(folder(tmp_path, train=MANY, validation=DEV, test=TEST), tmp_path / "out")
+    assert rows_of(made) == {"train": MANY, "validation": DEV, "test": TEST}
+    assert "as given" in made.metrics["splits"]
+
+
+def test_a_folder_with_a_labelled_test_reports_on_it(tmp_path):
+    found = rows_of(make(folder(tmp_path, train=MANY, test=TEST), tmp_path / "out"))
+    assert (found["test"], len(found["validation"])) == (TEST, 10)
+
+
+def test_a_folder_with_train_only_is_cut_like_one_file(tmp_path):
+    from_folder = rows_of(make(folder(tmp_path, train=MANY), tmp_path / "out"))
+    assert from_folder == rows_of(make(write(tmp_path / "x.tsv", MANY), tmp_path / "other"))
+
+
+def test_a_test_file_with_withheld_labels_is_ignored(tmp_path):
+    data = folder(tmp_path, train=MANY, dev=DEV, test=[("unknown", -1), ("unknown too", -1)])
+    assert rows_of(make(data, tmp_path / "out"))["test"] == DEV
+
+
+def test_a_test_file_without_labels_is_ignored(tmp_path):
+    data = folder(tmp_path, train=MANY, dev=DEV)
+    (data / "test.tsv").write_text("index\tsentence\n0\tunknown\n", encoding="utf-8")
+    assert rows_of(make(data, tmp_path / "out"))["test"] == DEV
+
+
+def test_a_test_file_that_loses_its_labels_half_way_is_refused_not_cut_short(tmp_path):
+    data = folder(tmp_path, train=MANY, dev=DEV, test=[*TEST, ("unknown", -1)])
+    with pytest.raises(DataError, match=r"test.tsv, line 4: label '-1' is unknown"):
+        make(data, tmp_path / "out")
+
+
+def test_training_rows_need_labels(tmp_path):
+    with pytest.raises(DataError, match=r"train.tsv, line 2: label '-1' is unknown"):
+        make(folder(tmp_path, train=[("unknown", -1)], dev=DEV), tmp_path / "out")
+
+
+def test_all_formats_give_the_same_examples(tmp_path):
+    contents = set()
+    for suffix in (".tsv", ".csv", ".jsonl", ".parquet"):
+        path = write(tmp_path / f"x{suffix}", [*MANY, *((text, 1) for text in HARD)])
+        contents.add(make(path, tmp_path / f"out{suffix[1:]}").content)
+    assert len(contents) == 1
+
+
+def test_the_report_counts_rows_by_split_and_label(tmp_path):
+    made = make(folder(tmp_path, train=MANY, validation=DEV, test=TEST), tmp_path / "out")
+    assert made.metrics["rows"]["train"] == {"negative": 50, "positive": 50}
+    assert made.metrics["rows"]["test"] == {"negative": 1, "positive": 1}
+
+
+# ---- rated texts
+
+
+def ratings(folder: Path, text: str) -> Path:
+    path = folder / "ratings.txt"
+    path.write_text(text, encoding="utf-8", newline="")
+    return path
+
+
+def test_undecided_ratings_are_left_out_and_counted(tmp_path):
+    path = ratings(tmp_path, "a_1\t2.5\tgood\r\na_2\t-0.4\tso so\r\na_3\t-1.0\tbad\r\na_4\t0.5\tjust enough\r\n")
+    assert read_ratings(path, 0.5) == ([("good", 1), ("bad", 0), ("just enough", 1)], 1)
+
+
+def test_a_rating_of_nothing_is_never_a_label(tmp_path):
+    assert read_ratings(ratings(tmp_path, "1\t0.0\tneither\n2\t0.1\tgood\n"), 0.0) == ([("good", 1)], 1)
+
+
+@pytest.mark.parametrize("line", ["a\t1.0", "a\tmany\ttext", "a"])
+def test_a_malformed_rating_is_named_by_file_and_line(line, tmp_path):
+    with pytest.raises(DataError, match=r"ratings.txt, line 2: needs an id, a rating and a text, separated by tabs"):
+        read_ratings(ratings(tmp_path, f"1\t2.0\tgood\n{line}\n"), 0.5)
+
+
+def test_the_index_source_is_split_and_says_where_it_comes_from(tmp_path, monkeypatch):
+    path = ratings(tmp_path, "".join(f"{n}\t{2 if n % 2 else -2}\ttext {n}\n" for n in range(100)) + "x\t0.1\tno\n")
+    monkeypatch.setattr("compressor.stages.corpus.index_text", lambda source: path)
+    made = make(Path("index:vaderSentiment==3.3.2"), tmp_path / "out")
+    assert made.metrics["undecided_left_out"] == 1
+    assert made.metrics["provenance"] == sources.MOVIE_SNIPPETS.provenance
+    assert sum(sum(counts.values()) for counts in made.metrics["rows"].values()) == 100
+
+
+# ---- a hub
+
+
+def hub_split(texts: Sequence[str], labels: Sequence[int], names: Sequence[str] = SST2.labels) -> datasets.Dataset:
+    features = datasets.Features(
+        {"sentence": datasets.Value("string"), "label": datasets.ClassLabel(names=list(names))}
+    )
+    return datasets.Dataset.from_dict({"sentence": list(texts), "label": list(labels)}, features=features)
+
+
+@pytest.fixture
+def hub(monkeypatch):
+    """Sets what the hub has."""
+
+    def answer(found):
+        def load_dataset(name, config):
+            if isinstance(found, Exception):
+                raise found
+            return datasets.DatasetDict(found)
+
+        monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+
+    return answer
+
+
+def read_hub() -> dict[str, list[tuple[str, int]]]:
+    return read_source(CorpusConfig(source="hub:nyu-mll/glue"), SST2, seed=0)[0]
+
+
+def hub_train(names: Sequence[str] = SST2.labels) -> datasets.Dataset:
+    texts, labels = zip(*MANY, strict=True)
+    return hub_split(texts, labels, names)
+
+
+@pytest.mark.parametrize("names", [("negative", "positive"), ("positive", "negative")])
+def test_hub_labels_are_read_by_name_not_by_position(names, hub):
+    hub({"train": hub_train(names), "validation": hub_split(["a", "b"], [0, 1], names)})
+    assert read_hub()["test"] == [("a", SST2.labels.index(names[0])), ("b", SST2.labels.index(names[1]))]
+
+
+def test_hub_split_with_withheld_labels_is_left_out(hub):
+    hub({"train": hub_train(), "validation": hub_split(["a", "b"], [0, 1]), "test": hub_split(["c"], [-1])})
+    assert read_hub()["test"] == [("a", 0), ("b", 1)]
+
+
+def test_hub_splits_of_other_names_are_passed_over(hub):
+    hub({"train": hub_train(), "unsupervised": hub_split(["c"], [0])})
+    assert sorted(chain(*read_hub().values())) == sorted(MANY)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        ConnectionError("Couldn't reach 'nyu-mll/glue' on the Hub (LocalEntryNotFoundError)"),
+        datasets.exceptions.DatasetNotFoundError("doesn't exist on the Hub or cannot be accessed"),
+        OSError("Network is unreachable"),
+        ValueError("BuilderConfig 'sst2' not found. Available: ['default']"),
+    ],
+    ids=lambda error: type(error).__name__,
+)
+def test_hub_that_cannot_be_reached_gives_one_sentence_with_the_remedy(error, hub):
+    hub(error)
+    sentence = "^corpus.source is hub:nyu-mll/glue, .* cannot be reached .* path of a local copy .* --recipe laptop"
+    with pytest.raises(SourceError, match=sentence):
+        read_hub()
+
+
+def test_hub_labels_of_another_task_are_refused(hub):
+    hub({"train": hub_train(("no", "yes"))})
+    with pytest.raises(DataError, match=re.escape("hub:nyu-mll/glue has labels ['no', 'yes']; sst2 has ['negative', ")):
+        read_hub()
+
+
+def test_hub_columns_of_another_task_are_refused(hub):
+    hub({"train": hub_train().rename_column("sentence", "text")})
+    with pytest.raises(DataError, match=r"has columns \['text', 'label'\]; sst2 needs 'sentence' and 'label'"):
+        read_hub()
+
+
+def test_hub_texts_are_checked_too(hub):
+    hub({"train": hub_split(["good", " "], [1, 0])})
+    with pytest.raises(DataError, match=r"hub:nyu-mll/glue, train, row 2: the text is empty"):
+        read_hub()
+
+
+def test_hub_without_training_rows_is_refused(hub):
+    hub({"test": hub_split(["a"], [1])})
+    with pytest.raises(DataError, match=r"hub:nyu-mll/glue holds no training rows; it has 'test'"):
+        read_hub()

@@ -1,0 +1,149 @@
+"""Teachers: trained from an encoder, or adopted from a checkpoint."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from compressor.artifact import Artifact
+from compressor.config import FinetuneConfig
+from compressor.dataset import encode
+from compressor.errors import ModelError
+from compressor.models import load_classifier
+from compressor.stages.finetune import Classification, finetune
+from compressor.training import fit
+from compressor.world import World, launch
+from tests import tiny
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Artifact:
+    return tiny.examples(tmp_path_factory.mktemp("finetune") / "corpus", train=192)
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny.checkpoint(tmp_path_factory.mktemp("base"))
+
+
+@pytest.fixture(scope="module")
+def teacher(corpus: Artifact, base: Path) -> Artifact:
+    return run(tiny.finetuning(base=str(base)), corpus, corpus.path.with_name("teacher"))
+
+
+def run(config: FinetuneConfig, corpus: Artifact, out: Path, **more: Any) -> Artifact:
+    options: dict[str, Any] = {"max_tokens": tiny.MAX_TOKENS, "seed": 7, "key": out.name, "device": "cpu"}
+    return finetune(config, tiny.TASK, corpus, out=out, **(options | more))
+
+
+def rename(folder: Path, names: dict[str, str]) -> None:
+    """Call the classes of a checkpoint otherwise."""
+    file = folder / "config.json"
+    labels = {"id2label": names, "label2id": {name: int(index) for index, name in names.items()}}
+    file.write_text(json.dumps(json.loads(file.read_text()) | labels))
+
+
+def weights_of_each_process(world: World, corpus: Artifact, folder: Path) -> None:
+    """Train for some steps and keep what each process ends with."""
+    tokenizer = tiny.tokenizer(folder / str(world.rank) / "tokenizer")
+    rows = encode(corpus, "train", tokenizer, tiny.MAX_TOKENS, cache=folder / "cache", world=world)
+    module = Classification(tiny.bert(seed=world.rank))
+    config = tiny.finetuning(epochs=1.0)
+    history = fit(module, rows, config, world=world, seed=7, folder=folder / "checkpoint", validate=lambda: 0.5)
+    torch.save(module.state_dict(), folder / f"{world.rank}.pt")
+    (folder / f"{world.rank}.json").write_text(json.dumps(history["steps"]))
+
+
+def test_a_teacher_learns_the_rows(teacher: Artifact) -> None:
+    assert teacher.metrics["test"]["accuracy"] > 0.9
+    assert teacher.metrics["history"]["steps"] == 72
+
+
+def test_a_teacher_is_saved_with_its_labels_and_tokenizer(teacher: Artifact) -> None:
+    assert load_classifier(teacher.path, tiny.TASK).config.id2label == {0: "negative", 1: "positive"}
+    assert {"config.json", "model.safetensors", "tokenizer.json", "test.logits.npy"} <= set(teacher.manifest["files"])
+
+
+def test_the_checkpoint_of_training_is_not_part_of_the_result(teacher: Artifact) -> None:
+    assert not [name for name in teacher.manifest["files"] if "state" in name or "best" in name]
+
+
+def test_the_same_seed_gives_the_same_teacher(teacher: Artifact, corpus: Artifact, base: Path, tmp_path: Path) -> None:
+    torch.manual_seed(99)
+    again = run(tiny.finetuning(base=str(base)), corpus, tmp_path / "teacher")
+    name = "model.safetensors"
+    assert again.manifest["files"][name]["sha256"] == teacher.manifest["files"][name]["sha256"]
+
+
+def test_the_measured_logits_are_those_of_the_saved_model(teacher: Artifact, corpus: Artifact, tmp_path: Path) -> None:
+    adopted = run(tiny.finetuning(teacher=str(teacher.path)), corpus, tmp_path / "adopted")
+    for split in ("validation", "test"):
+        theirs, mine = (np.load(found.path / f"{split}.logits.npy") for found in (teacher, adopted))
+        np.testing.assert_allclose(mine, theirs, atol=1e-5)
+
+
+def test_an_adopted_teacher_is_not_trained(teacher: Artifact, corpus: Artifact, tmp_path: Path) -> None:
+    adopted = run(tiny.finetuning(teacher=str(teacher.path)), corpus, tmp_path / "adopted")
+    assert "history" not in adopted.metrics
+    theirs, mine = (load_classifier(found.path, tiny.TASK).state_dict() for found in (teacher, adopted))
+    assert all(torch.equal(mine[name], weights) for name, weights in theirs.items())
+
+
+def test_an_adopted_teacher_with_its_labels_in_the_other_order_keeps_its_answers(
+    teacher: Artifact, corpus: Artifact, tmp_path: Path
+) -> None:
+    model = load_classifier(teacher.path, tiny.TASK)
+    with torch.no_grad():
+        for weights in (model.classifier.weight, model.classifier.bias):
+            weights.copy_(weights.flip(0).clone())
+    rename(tiny.checkpoint(tmp_path / "turned", model), {"0": "positive", "1": "negative"})
+    adopted = run(tiny.finetuning(teacher=str(tmp_path / "turned")), corpus, tmp_path / "adopted")
+    assert adopted.metrics["test"] == teacher.metrics["test"]
+
+
+def test_an_adopted_teacher_with_other_labels_is_refused(corpus: Artifact, tmp_path: Path) -> None:
+    rename(tiny.checkpoint(tmp_path / "other"), {"0": "LABEL_0", "1": "LABEL_1"})
+    with pytest.raises(ModelError, match=r"has labels \['label_0', 'label_1'\]; sst2 has"):
+        run(tiny.finetuning(teacher=str(tmp_path / "other")), corpus, tmp_path / "adopted")
+
+
+def test_an_adopted_teacher_with_swapped_names_is_refused_as_no_better_than_chance(
+    teacher: Artifact, corpus: Artifact, tmp_path: Path
+) -> None:
+    folder = tiny.checkpoint(tmp_path / "swapped", load_classifier(teacher.path, tiny.TASK))
+    rename(folder, {"0": "positive", "1": "negative"})
+    with pytest.raises(ModelError, match=r"swapped has .* % accuracy .* most frequent label alone gives 50.0 %"):
+        run(tiny.finetuning(teacher=str(folder)), corpus, tmp_path / "adopted")
+    assert not (tmp_path / "adopted").exists()
+
+
+def test_an_adopted_teacher_with_another_vocabulary_is_refused(corpus: Artifact, tmp_path: Path) -> None:
+    folder = tiny.checkpoint(tmp_path / "small", tiny.bert(vocab_size=10))
+    with pytest.raises(ModelError, match=r"the tokenizer has \d+ tokens and the model 10 word embeddings"):
+        run(tiny.finetuning(teacher=str(folder)), corpus, tmp_path / "adopted")
+
+
+def test_a_teacher_that_learnt_nothing_is_refused(corpus: Artifact, base: Path, tmp_path: Path) -> None:
+    config = tiny.finetuning(base=str(base), epochs=0.01, learning_rate=1e-9)
+    with pytest.raises(ModelError, match=r"a student would learn noise; check the checkpoint's label names"):
+        run(config, corpus, tmp_path / "teacher")
+
+
+@pytest.mark.slow
+def test_two_processes_end_with_the_same_weights(corpus: Artifact, tmp_path: Path) -> None:
+    launch(weights_of_each_process, corpus, tmp_path, processes=2, device="cpu")
+    first, second = (torch.load(tmp_path / f"{rank}.pt", weights_only=True) for rank in (0, 1))
+    assert all(torch.equal(second[name], weights) for name, weights in first.items())
+    # Twice as many processes do not mean twice as many steps: the batch is shared.
+    assert [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in (0, 1)] == [12, 12]
+
+
+@pytest.mark.slow
+def test_two_processes_train_a_teacher(corpus: Artifact, base: Path, tmp_path: Path) -> None:
+    made = run(tiny.finetuning(base=str(base)), corpus, tmp_path / "teacher", processes=2)
+    assert made.metrics["test"]["accuracy"] > 0.9

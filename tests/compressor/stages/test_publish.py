@@ -1,0 +1,106 @@
+"""The model repository that a build writes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from compressor.artifact import Artifact
+from compressor.config import PublishConfig
+from compressor.stages.publish import is_published, publish
+from serving import RepositoryError, read, repository
+from tests import tiny
+from tests.conftest import Line
+
+MODELS = ("sst2", "sst2_student", "sst2_teacher")
+
+
+def run(line: Line, out: Path, root: Path, **config: Any) -> Artifact:
+    return publish(
+        PublishConfig(**({"max_batch_size": 8} | config)),
+        tiny.TASK,
+        int8=Artifact.open(line.run / "7-quantize", kind="int8"),
+        onnx_models=Artifact.open(line.run / "6-export", kind="onnx"),
+        corpus=Artifact.open(line.run / "1-corpus", kind="examples"),
+        max_tokens=tiny.MAX_TOKENS,
+        key=out.name,
+        out=out,
+        root=root,
+    )
+
+
+def files(root: Path) -> dict[str, tuple[int, int]]:
+    found = sorted(path for path in root.rglob("*") if path.is_file())
+    return {str(path.relative_to(root)): (path.stat().st_mtime_ns, path.stat().st_ino) for path in found}
+
+
+def test_student_entry_and_teacher_are_published(line: Line, tmp_path: Path) -> None:
+    made = run(line, tmp_path / "out", tmp_path / "root")
+    assert read(tmp_path / "root") == MODELS
+    assert {name: facts["version"] for name, facts in made.metrics["versions"].items()} == dict.fromkeys(MODELS, 1)
+
+
+def test_the_teacher_can_be_left_out(line: Line, tmp_path: Path) -> None:
+    run(line, tmp_path / "out", tmp_path / "root", teacher=False)
+    assert read(tmp_path / "root") == MODELS[:2]
+
+
+def test_the_published_student_is_the_int8_graph(line: Line, tmp_path: Path) -> None:
+    run(line, tmp_path / "out", tmp_path / "root")
+    served = tmp_path / "root" / "sst2_student" / "1" / "model.onnx"
+    assert served.read_bytes() == (line.run / "7-quantize" / "model.onnx").read_bytes()
+
+
+def test_publishing_again_changes_nothing(line: Line, tmp_path: Path) -> None:
+    first = run(line, tmp_path / "out", tmp_path / "root")
+    before = files(tmp_path / "root")
+    again = run(line, tmp_path / "again", tmp_path / "root")
+    assert files(tmp_path / "root") == before
+    assert again.metrics["versions"] == first.metrics["versions"]
+
+
+def test_other_content_becomes_the_next_version(line: Line, tmp_path: Path) -> None:
+    run(line, tmp_path / "out", tmp_path / "root")
+    made = run(line, tmp_path / "again", tmp_path / "root", max_batch_size=4)
+    assert made.metrics["versions"]["sst2"]["version"] == 2
+    assert (tmp_path / "root" / "sst2" / "1").is_dir()
+
+
+def test_a_foreign_repository_is_refused_and_left_as_it_is(line: Line, tmp_path: Path) -> None:
+    root = tmp_path / "root"
+    (root / "sst2").mkdir(parents=True)
+    (root / "sst2" / "config.pbtxt").write_text("theirs")
+    with pytest.raises(RepositoryError, match=r"was not written by compressor .* is left as it is; move it"):
+        run(line, tmp_path / "out", root)
+    assert list(files(root)) == ["sst2/config.pbtxt"]
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_published_repository_is_known_as_such(line: Line, tmp_path: Path) -> None:
+    made = run(line, tmp_path / "out", tmp_path / "root")
+    assert is_published(made, tmp_path / "root")
+    assert not is_published(made, tmp_path / "elsewhere")
+
+
+@pytest.mark.parametrize("name", ["sst2_student/1/model.onnx", "sst2/config.pbtxt", "sst2/1/tokenizer.json"])
+def test_a_damaged_repository_is_known_as_such(line: Line, tmp_path: Path, name: str) -> None:
+    made = run(line, tmp_path / "out", tmp_path / "root")
+    (tmp_path / "root" / name).unlink()
+    assert not is_published(made, tmp_path / "root")
+
+
+def test_publishing_mends_a_damaged_repository(line: Line, tmp_path: Path) -> None:
+    run(line, tmp_path / "out", tmp_path / "root")
+    (tmp_path / "root" / "sst2_student" / "1" / "model.onnx").write_bytes(b"cut")
+    made = run(line, tmp_path / "again", tmp_path / "root")
+    assert read(tmp_path / "root") == MODELS
+    assert is_published(made, tmp_path / "root")
+
+
+def test_a_withdrawn_version_is_no_longer_published(line: Line, tmp_path: Path) -> None:
+    run(line, tmp_path / "out", tmp_path / "root")
+    made = run(line, tmp_path / "again", tmp_path / "root", max_batch_size=4)
+    repository.rollback(tmp_path / "root", "sst2")
+    assert not is_published(made, tmp_path / "root")

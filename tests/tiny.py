@@ -1,0 +1,240 @@
+"""Tiny real parts for the tests: BERTs, a tokenizer, labelled data that is easily learnt, a recipe made of paths."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from compressor import artifact
+from compressor.artifact import Artifact
+from compressor.config import DistillConfig, FinetuneConfig, StudentConfig
+from compressor.dataset import Encoded, encode, write_examples
+from compressor.tasks import TASKS
+
+TASK = TASKS["sst2"]
+MAX_TOKENS = 16
+VOCABULARY = 20_000  # embeddings; shaped calls draw ids below this
+GOOD = ("good", "fine", "lovely", "superb", "charming", "moving")
+BAD = ("bad", "dull", "awful", "boring", "clumsy", "tedious")
+NOUNS = ("film", "story", "movie", "plot", "cast", "script")
+FILLERS = ("a", "the", "very", "with", "and", "this", "scenes", "music", "really", "quite")
+WORDS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *GOOD, *BAD, *NOUNS, *FILLERS, "##s", ".", ",")
+Rows = list[tuple[str, int]]
+
+
+def rows(count: int, *, seed: int = 0) -> Rows:
+    """Texts whose label is decided by one word, in turns negative and positive; no text twice."""
+    draw, found = random.Random(seed), dict[str, int]()
+    while len(found) < count:
+        label = len(found) % 2
+        words = [draw.choice(FILLERS) for _ in range(draw.randint(1, 7))]
+        words.insert(draw.randrange(len(words) + 1), draw.choice((BAD, GOOD)[label]))
+        found[" ".join([*words, draw.choice(NOUNS)])] = label
+    return list(found.items())
+
+
+def bert(*, layers: int = 2, hidden: int = 32, heads: int = 4, seed: int = 0, **shape: Any) -> Any:
+    """A classifier with fresh weights, in evaluation mode."""
+    import torch
+    from transformers import BertConfig, BertForSequenceClassification
+
+    torch.manual_seed(seed)
+    given = {"vocab_size": VOCABULARY, "intermediate_size": 2 * hidden, "max_position_embeddings": 64} | shape
+    names = {"id2label": dict(enumerate(TASK.labels)), "label2id": {label: n for n, label in enumerate(TASK.labels)}}
+    config = BertConfig(hidden_size=hidden, num_hidden_layers=layers, num_attention_heads=heads, **names, **given)
+    return BertForSequenceClassification(config).eval()
+
+
+def lively(model: Any, *, seed: int = 0) -> Any:
+    """The model with weights of the size that training gives, and LayerNorms and biases that do something."""
+    import torch
+
+    torch.manual_seed(seed)
+    with torch.no_grad():
+        for name, weights in model.named_parameters():
+            if "LayerNorm.weight" in name:
+                weights.copy_(1 + 0.1 * torch.randn_like(weights))
+            else:
+                weights.copy_(torch.randn_like(weights) * (0.1 if weights.ndim == 1 else 0.15))
+    return model
+
+
+def tokenizer(folder: Path, *, words: tuple[str, ...] = WORDS) -> Any:
+    """A fast WordPiece tokenizer, saved in `folder`."""
+    from transformers import BertTokenizerFast
+
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "vocab.txt").write_text("\n".join(words), encoding="utf-8")
+    made = BertTokenizerFast(vocab_file=str(folder / "vocab.txt"))
+    made.save_pretrained(folder)
+    return made
+
+
+def checkpoint(folder: Path, model: Any | None = None, *, words: tuple[str, ...] = WORDS) -> Path:
+    """A saved classifier with its tokenizer."""
+    (model or bert()).save_pretrained(folder)
+    tokenizer(folder, words=words)
+    return folder
+
+
+def sealed(out: Path, kind: str, *, parents: dict[str, Artifact] | None = None) -> Any:
+    """A context that yields the draft of an artifact whose key is its name."""
+    return artifact.write(out, kind, key=out.name, section={}, parents=parents or {})
+
+
+def examples(out: Path, *, train: int = 64, held_out: int = 40) -> Artifact:
+    """An artifact of examples in three splits."""
+    with sealed(out, "examples") as draft:
+        for seed, (split, count) in enumerate((("train", train), ("validation", held_out), ("test", held_out))):
+            numbered = ((text, label, number) for number, (text, label) in enumerate(rows(count, seed=seed)))
+            write_examples(draft.path / f"{split}.arrow", numbered)
+    return Artifact.open(out, kind="examples")
+
+
+def saved(out: Path, kind: str, model: Any | None = None) -> Artifact:
+    """An artifact that holds a classifier: a teacher or a student."""
+    with sealed(out, kind) as draft:
+        checkpoint(draft.path, model)
+    return Artifact.open(out, kind=kind)
+
+
+def encoded(folder: Path, *, train: int = 64) -> Encoded:
+    """Encoded training rows."""
+    return encode(
+        examples(folder / "examples", train=train),
+        "train",
+        tokenizer(folder / "tokenizer"),
+        MAX_TOKENS,
+        cache=folder / "cache",
+    )
+
+
+def finetuning(**changes: Any) -> FinetuneConfig:
+    """Settings with which a fresh tiny BERT learns the rows."""
+    return FinetuneConfig(**({"base": "base", "epochs": 6.0, "learning_rate": 5e-3, "batch_size": 16} | changes))
+
+
+def distilling(objective: str = "prediction", **changes: Any) -> DistillConfig:
+    """Settings with which a tiny student learns from its teacher."""
+    given = {"objective": objective, "epochs": 2.0, "learning_rate": 3e-3, "batch_size": 16}
+    return DistillConfig(**(given | changes))
+
+
+def student(**changes: Any) -> StudentConfig:
+    """The shape of a tiny student."""
+    return StudentConfig(**({"layers": 1, "hidden": 16, "heads": 4, "intermediate": 32} | changes))
+
+
+RECIPE = """\
+seed = 7
+
+[task]
+name = "sst2"
+max_tokens = 16
+
+[corpus]
+source = {data}
+
+[augment]
+copies = 1
+candidates = 4
+vectors = {vectors}
+
+[finetune]
+base = {base}
+epochs = 6
+learning_rate = 5e-3
+batch_size = 16
+
+[student]
+layers = 1
+hidden = 16
+heads = 4
+intermediate = 32
+
+[[distill]]
+objective = "intermediate"
+epochs = 1
+learning_rate = 3e-3
+batch_size = 16
+
+[[distill]]
+objective = "prediction"
+epochs = 2
+learning_rate = 3e-3
+batch_size = 16
+
+[quantize]
+max_metric_drop = 0.1
+calibration_rows = 16
+
+[publish]
+max_batch_size = 8
+"""
+
+
+def data_folder(folder: Path) -> Path:
+    """Labelled text in GLUE's files."""
+    folder.mkdir(parents=True)
+    for seed, (name, count) in enumerate((("train", 192), ("dev", 48), ("test", 48))):
+        lines = [f"{text}\t{label}\n" for text, label in rows(count, seed=seed)]
+        (folder / f"{name}.tsv").write_text("sentence\tlabel\n" + "".join(lines), encoding="utf-8")
+    return folder
+
+
+def vectors(file: Path) -> Path:
+    """Word vectors in GloVe's text format: words of one kind are neighbours."""
+    draw, lines = random.Random(0), list[str]()
+    for direction, kind in enumerate((GOOD, BAD, NOUNS, FILLERS)):
+        for word in kind:
+            numbers = [draw.gauss(0, 0.1) + (place == direction) for place in range(8)]
+            lines.append(" ".join([word, *(f"{number:.4f}" for number in numbers)]) + "\n")
+    file.write_text("".join(lines), encoding="utf-8")
+    return file
+
+
+def recipe(folder: Path) -> Path:
+    """A recipe that needs nothing but paths in `folder`: a whole build takes seconds."""
+    sources = {"data": data_folder(folder / "data"), "vectors": vectors(folder / "vectors.txt")}
+    sources["base"] = checkpoint(folder / "base")
+    file = folder / "tiny.toml"
+    text = RECIPE.format(**{name: json.dumps(str(path)) for name, path in sources.items()})
+    file.write_text(text, encoding="utf-8")
+    return file
+
+
+# Timing is most of a tiny build's time; what it measures is not what these tests are about.
+HASTY = """\
+import sys
+from compressor import latency
+latency.time_calls.__kwdefaults__.update(min_seconds=0.0, min_calls=3)
+latency.WARMUP_CALLS = 1
+sys.argv[0] = "compressor"
+from compressor.cli import main
+main()
+"""
+
+
+def command(*arguments: object, hasty: bool = False) -> list[str]:
+    """The command line as a program; `hasty` shortens the timing of models."""
+    program = ["-c", HASTY] if hasty else ["-m", "compressor"]
+    return [sys.executable, *program, *map(str, arguments)]
+
+
+def run(
+    *arguments: object, hasty: bool = False, stdin: bytes = b"", **environment: str
+) -> subprocess.CompletedProcess[bytes]:
+    """Run a command to its end in a process of its own."""
+    return subprocess.run(
+        command(*arguments, hasty=hasty),
+        input=stdin,
+        capture_output=True,
+        check=False,
+        timeout=200,
+        env=os.environ | environment,
+    )
