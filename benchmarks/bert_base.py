@@ -12,13 +12,12 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import report
-from benchmarks.local import FULL, QUICK, time_in_turns
-from benchmarks.report import Table, number
+from benchmarks.local import FULL, QUICK
+from benchmarks.report import Table, number, ratio
 from benchmarks.runs import Run, open_run
-from benchmarks.samples import ratio, summary
 from compressor.errors import GateError
 from compressor.evaluate import MODEL_FILE, OnnxPredictor, Predictor, TorchPredictor
-from compressor.latency import shaped_call
+from compressor.latency import shaped_call, summary
 
 BATCH, TOKENS = 1, 32
 MIN_SPEEDUP = 35.0
@@ -49,7 +48,7 @@ def against_bert_base(
         "student_int8": OnnxPredictor(student_file, threads=threads),
     }
     calls = {name: shaped_call(predictor, batch=BATCH, tokens=TOKENS) for name, predictor in predictors.items()}
-    times = {name: summary(raw) for name, raw in time_in_turns(calls, QUICK if quick else FULL, seed).items()}
+    times = {name: summary(raw) for name, raw in (QUICK if quick else FULL).time(calls, seed).items()}
     parameters = base.num_parameters()
     size = exported_size(base, run) if export else 4 * parameters
     return {

@@ -19,9 +19,8 @@ from benchmarks.local import (
     test_logits,
     time_tokenizer,
 )
-from benchmarks.report import Table, number, percentiles
+from benchmarks.report import Table, number, percentiles, ratio
 from benchmarks.runs import open_run
-from benchmarks.samples import ratio
 
 THROUGHPUT = f"throughput_batch_{THROUGHPUT_BATCH}_texts_per_s"
 IN_PROCESS = (

@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import itertools
 import logging
-import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,23 +16,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from benchmarks.runs import Run
-from benchmarks.samples import summary
 from compressor.dataset import Encoded, encode, read_examples
 from compressor.evaluate import MODEL_FILE, OnnxPredictor, Predictor, TorchPredictor, measure, predict
-from compressor.latency import shaped_call
+from compressor.latency import Call, shaped_call, summary, time_in_turns
 from compressor.statistics import paired
 
 TEACHER, STUDENT = "teacher_pytorch", "student_int8"
 SHAPES = ((1, 32), (8, 32), (32, 32))  # batch, tokens
 THROUGHPUT_BATCH = 32
-WARMUP_CALLS = 3
-MIN_CALLS = 2
-# The threads of ONNX Runtime and of OpenMP go on spinning for tens of ms after a call; a call of another system made
-# meanwhile would be charged for them. Measured on two busy cores: it can make PyTorch ten times slower.
-SETTLE_S = 0.15
 
 log = logging.getLogger(__name__)
-Call = Callable[[], object]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,6 +40,10 @@ class Effort:
     """Turns that each served model gets at each concurrency."""
     served_turn_s: float
     """Seconds of one turn, served."""
+
+    def time(self, calls: Mapping[str, Call], seed: int) -> dict[str, list[float]]:
+        """Raw times in ms of each call."""
+        return time_in_turns(calls, rounds=self.rounds, turn_s=self.turn_s, seed=seed)
 
 
 FULL = Effort(rounds=10, turn_s=0.5, served_rounds=4, served_turn_s=4.0)
@@ -105,9 +101,9 @@ def measure_systems(
     times: dict[str, dict[str, list[float]]] = {}
     for what, calls in latency.items():
         log.info("in process: %s ...", what)
-        times[what] = time_in_turns(calls, effort, seed)
+        times[what] = effort.time(calls, seed)
     log.info("in process: throughput ...")
-    batches = time_in_turns(_real_calls(systems, THROUGHPUT_BATCH, seed), effort, seed)
+    batches = effort.time(_real_calls(systems, THROUGHPUT_BATCH, seed), seed)
     teacher = systems[TEACHER]
     return {
         name: {
@@ -142,9 +138,7 @@ def time_tokenizer(run: Run, effort: Effort, seed: int) -> dict[str, Any]:
     tokenizer = Tokenizer.from_file(str(run.int8.path / "tokenizer.json"))
     texts = validation_texts(run)
     order = itertools.cycle(np.random.default_rng(seed).permutation(len(texts)).tolist())
-    return summary(
-        time_in_turns({"tokenizer": lambda: tokenizer.encode(texts[next(order)])}, effort, seed)["tokenizer"]
-    )
+    return summary(effort.time({"tokenizer": lambda: tokenizer.encode(texts[next(order)])}, seed)["tokenizer"])
 
 
 def validation_texts(run: Run) -> list[str]:
@@ -168,29 +162,3 @@ def _real_calls(systems: Mapping[str, System], batch: int, seed: int) -> dict[st
         return next_batch
 
     return {name: call(system) for name, system in systems.items()}
-
-
-def time_in_turns(calls: Mapping[str, Call], effort: Effort, seed: int) -> dict[str, list[float]]:
-    """Raw times in ms of each call, in turns of many calls, in a new order each round.
-
-    A busy machine hurts all alike; each turn starts with a pause and unmeasured calls, so that none pays for another.
-    """
-    times: dict[str, list[float]] = {name: [] for name in calls}
-    random = np.random.default_rng(seed)
-    for _ in range(effort.rounds):
-        for name in random.permutation(sorted(calls)).tolist():
-            time.sleep(SETTLE_S)
-            for _ in range(WARMUP_CALLS):
-                calls[name]()
-            times[name] += _turn(calls[name], effort.turn_s)
-    return times
-
-
-def _turn(call: Call, seconds: float) -> list[float]:
-    times_ms: list[float] = []
-    end = time.perf_counter() + seconds
-    while len(times_ms) < MIN_CALLS or time.perf_counter() < end:
-        start = time.perf_counter_ns()
-        call()
-        times_ms.append((time.perf_counter_ns() - start) / 1e6)
-    return times_ms

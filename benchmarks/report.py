@@ -118,3 +118,8 @@ def write(out: Path, name: str, result: Mapping[str, Any], tables: Sequence[Tabl
             partial.replace(out / f"{name}{suffix}")
     except OSError as error:
         raise ArtifactError(f"cannot write to --out {out}: {error.strerror}; choose another folder") from error
+
+
+def ratio(above: float | int | None, below: float | int | None) -> float | None:
+    """`above` / `below`; None if one of them was not measured or `below` is 0."""
+    return None if above is None or not below else above / below

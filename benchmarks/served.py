@@ -19,10 +19,10 @@ from numpy.typing import NDArray
 from benchmarks.load import Answered, Load, closed_loop
 from benchmarks.local import Effort, validation_texts
 from benchmarks.runs import Run
-from benchmarks.samples import summary
 from compressor.dataset import read_examples
 from compressor.errors import ArtifactError
 from compressor.evaluate import measure
+from compressor.latency import summary
 from compressor.stages.publish import is_published
 from compressor.statistics import paired
 from compressor.tasks import Task

@@ -18,6 +18,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from safetensors import SafetensorError
+
 from compressor import machine
 from compressor.errors import ArtifactError
 from compressor.sources import file_hash
@@ -151,6 +153,8 @@ def write(
         raise ArtifactError(
             f"cannot write {where}: {error.strerror or error}; free space or choose another --out"
         ) from error
+    except SafetensorError as error:  # its writer's own class for a full disk
+        raise ArtifactError(f"cannot write {partial}: {error}; free space or choose another --out") from error
 
 
 def write_result(folder: Path, metrics: Mapping[str, Any]) -> None:
@@ -206,11 +210,11 @@ def _seal(
     seconds: float,
 ) -> None:
     """Write the manifest last, then give the folder its name."""
-    shutil.rmtree(draft.path / CHECKPOINT, ignore_errors=True)
     files = {}
     for path in sorted(draft.path.rglob("*")):
-        if path.is_file() and path.name != BEGUN:
-            files[path.relative_to(draft.path).as_posix()] = {
+        name = path.relative_to(draft.path)
+        if path.is_file() and name.parts[0] not in (BEGUN, CHECKPOINT):
+            files[name.as_posix()] = {
                 "sha256": file_hash(path),
                 "size_bytes": path.stat().st_size,
             }
@@ -236,8 +240,10 @@ def _seal(
         file.write(text)
         file.flush()
         os.fsync(file.fileno())
-    (draft.path / BEGUN).unlink()
     if out.exists():
         out.rename(draft.path / REPLACED)
     draft.path.rename(out)
-    shutil.rmtree(out / REPLACED, ignore_errors=True)
+    # Only now: killed before the rename, the stage goes on from its checkpoint.
+    (out / BEGUN).unlink()
+    for scaffold in (CHECKPOINT, REPLACED):
+        shutil.rmtree(out / scaffold, ignore_errors=True)

@@ -1,60 +1,68 @@
-"""How long one call takes: raw times and percentiles of them."""
+"""How long calls take: raw times, and percentiles of them."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from compressor.evaluate import Predictor
+if TYPE_CHECKING:
+    from compressor.evaluate import Predictor
 
-WARMUP_CALLS = 5
+PERCENTILES = (50, 90, 95, 99)
+WARMUP_CALLS = 3
+MIN_CALLS = 2
+# The threads of ONNX Runtime and of OpenMP go on spinning for tens of ms after a call; a call of another system made
+# meanwhile would be charged for them. Measured on two busy cores: it can make PyTorch several times slower.
+SETTLE_S = 0.15
 
-
-@dataclass(frozen=True)
-class Latency:
-    """Times of equal calls."""
-
-    times_ms: tuple[float, ...]
-    """One by one, in the order measured."""
-
-    def percentile_ms(self, percent: float) -> float:
-        """The time that `percent` of the calls did not exceed."""
-        return float(np.percentile(self.times_ms, percent))
-
-    def summary(self) -> dict[str, float]:
-        """p50, p95, p99 and how many calls they come from."""
-        return {
-            "p50_ms": self.percentile_ms(50),
-            "p95_ms": self.percentile_ms(95),
-            "p99_ms": self.percentile_ms(99),
-            "calls": len(self.times_ms),
-        }
+Call = Callable[[], object]
 
 
-def time_calls(
-    calls: Sequence[Callable[[], object]], *, min_seconds: float = 1.0, min_calls: int = 30
-) -> list[Latency]:
-    """Time several things in turns, so that a busy machine hurts all alike.
+def summary(times_ms: Sequence[float]) -> dict[str, float | int | None]:
+    """How many calls, the fastest, and the percentiles, all from the raw times in ms.
 
-    Goes on until each was called `min_calls` times and `min_seconds` went by for each on average.
+    A percentile is None unless at least one call is expected beyond it: p99 of 30 calls is only their maximum.
     """
-    for call in calls:
-        for _ in range(WARMUP_CALLS):
-            call()
-    times: list[list[float]] = [[] for _ in calls]
-    began = time.perf_counter()
-    while len(times[0]) < min_calls or time.perf_counter() - began < min_seconds * len(calls):
-        for call, samples in zip(calls, times, strict=True):
-            start = time.perf_counter_ns()
-            call()
-            samples.append((time.perf_counter_ns() - start) / 1e6)
-    return [Latency(tuple(samples)) for samples in times]
+    found: dict[str, float | int | None] = {"calls": len(times_ms), "min_ms": min(times_ms, default=None)}
+    for percent in PERCENTILES:
+        enough = len(times_ms) * (100 - percent) >= 100
+        one = percent == 50 and len(times_ms) > 0
+        found[f"p{percent}_ms"] = float(np.percentile(times_ms, percent)) if enough or one else None
+    return found
 
 
-def shaped_call(predictor: Predictor, *, batch: int, tokens: int) -> Callable[[], object]:
+def time_in_turns(
+    calls: Mapping[str, Call], *, rounds: int = 6, turn_s: float = 0.25, seed: int = 0
+) -> dict[str, list[float]]:
+    """Raw times in ms of each call, in `rounds` turns of `turn_s` seconds, in a new order each round.
+
+    A busy machine hurts all alike; each turn starts with a pause and unmeasured calls, so that none pays for another.
+    """
+    times: dict[str, list[float]] = {name: [] for name in calls}
+    random = np.random.default_rng(seed)
+    for _ in range(rounds):
+        for name in random.permutation(sorted(calls)).tolist():
+            time.sleep(SETTLE_S)
+            for _ in range(WARMUP_CALLS):
+                calls[name]()
+            times[name] += _turn(calls[name], turn_s)
+    return times
+
+
+def _turn(call: Call, seconds: float) -> list[float]:
+    times_ms: list[float] = []
+    end = time.perf_counter() + seconds
+    while len(times_ms) < MIN_CALLS or time.perf_counter() < end:
+        start = time.perf_counter_ns()
+        call()
+        times_ms.append((time.perf_counter_ns() - start) / 1e6)
+    return times_ms
+
+
+def shaped_call(predictor: Predictor, *, batch: int, tokens: int) -> Call:
     """A call of `predictor` on `batch` rows of `tokens` real tokens each (random ids, fixed seed)."""
     random = np.random.default_rng(0)
     input_ids_BS = random.integers(1000, 20_000, size=(batch, tokens), dtype=np.int64)

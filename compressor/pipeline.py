@@ -14,7 +14,7 @@ from typing import Any
 from compressor import __version__, artifact, sources
 from compressor.artifact import Artifact
 from compressor.config import STUDENT_INITS, BuildConfig
-from compressor.errors import ArtifactError
+from compressor.errors import ArtifactError, ConfigError
 from compressor.tasks import find_task
 
 RUN_FILE = "run.json"
@@ -284,6 +284,17 @@ def check_sources(line: list[Step]) -> None:
             sources.check(source, what=what)
 
 
+def _check_batches(config: BuildConfig, where: Where) -> None:
+    """Refuse batches with fewer rows than processes. Raises ConfigError."""
+    sections = {"finetune": config.finetune} | {f"distill.{number}": item for number, item in enumerate(config.distill)}
+    for name, section in sections.items():
+        if section.batch_size < where.processes:
+            raise ConfigError(
+                f"{name}.batch_size is {section.batch_size} rows over all processes and --processes is "
+                f"{where.processes}; each process needs a row; use fewer processes or larger batches"
+            )
+
+
 @dataclass(frozen=True)
 class Planned:
     """A step and what a build would do with it."""
@@ -333,6 +344,10 @@ def build(config: BuildConfig, recipe: str, run: Path, where: Where, *, overwrit
     """
     line = steps(config, where)
     check_sources(line)
+    _check_batches(config, where)
+    for item in plan(line, run):
+        for what, source in item.step.sources.items() if item.reusable is None else ():
+            sources.reach_hub(source, what=what)
     open_run(run, recipe, config, overwrite=overwrite)
     done: dict[str, Artifact] = {}
     for number, step in enumerate(line, start=1):

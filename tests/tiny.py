@@ -212,8 +212,8 @@ def recipe(folder: Path) -> Path:
 HASTY = """\
 import sys
 from compressor import latency
-latency.time_calls.__kwdefaults__.update(min_seconds=0.0, min_calls=3)
-latency.WARMUP_CALLS = 1
+latency.time_in_turns.__kwdefaults__.update(rounds=1, turn_s=0.0)
+latency.SETTLE_S = 0.0
 sys.argv[0] = "compressor"
 from compressor.cli import main
 main()

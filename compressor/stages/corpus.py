@@ -57,7 +57,7 @@ def read_source(config: CorpusConfig, task: Task, *, seed: int) -> tuple[dict[st
     kind, _, name = config.source.partition(":")
     if kind == "index":
         source = index_file(name, what="corpus.source")
-        rows, skipped = read_ratings(index_text(source), config.undecided)
+        rows, skipped = read_ratings(index_text(source), config.undecided, task)
         facts: dict[str, Any] = {"provenance": source.provenance, "undecided_left_out": skipped}
         return _split(rows, config, seed=seed), facts | {"splits": "cut from one list of rows"}
     if kind == "hub":
@@ -77,8 +77,9 @@ def read_source(config: CorpusConfig, task: Task, *, seed: int) -> tuple[dict[st
     return {"train": train, "validation": validation, "test": reported}, facts | {"splits": splits}
 
 
-def read_ratings(path: Path, undecided: float) -> tuple[list[Row], int]:
+def read_ratings(path: Path, undecided: float, task: Task) -> tuple[list[Row], int]:
     """Rated sentences (id, mean rating, text; tab-separated) as rows, and how many were left out as undecided."""
+    negative, positive = task.labels.index("negative"), task.labels.index("positive")
     rows, skipped = [], 0
     for number, line in _lines(path):
         fields = line.split("\t")
@@ -89,7 +90,8 @@ def read_ratings(path: Path, undecided: float) -> tuple[list[Row], int]:
         if abs(rating) < undecided or not rating:
             skipped += 1
         else:
-            rows.append((checked_text(text.strip(), f"{path}, line {number}"), int(rating > 0)))
+            label = positive if rating > 0 else negative
+            rows.append((checked_text(text.strip(), f"{path}, line {number}"), label))
     return rows, skipped
 
 

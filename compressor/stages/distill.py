@@ -39,6 +39,7 @@ from compressor.world import World, launch
 
 PROJECTION_ROWS = 2_000  # texts that show the subspace of the teacher's states
 TEACHER_BATCH = 128
+VALIDATIONS_PER_EPOCH = 4  # of the prediction stage: on augmented rows an epoch is long
 
 
 def distill(
@@ -128,7 +129,16 @@ def _work(
     else:
         logits_NC = teacher_logits(teacher, train, world, out / CHECKPOINT)
         module, check = Prediction(model, torch.from_numpy(logits_NC), config.temperature), validate
-    metrics["history"] = fit(module, train, config, world=world, seed=seed, folder=out / CHECKPOINT, validate=check)
+    metrics["history"] = fit(
+        module,
+        train,
+        config,
+        world=world,
+        seed=seed,
+        folder=out / CHECKPOINT,
+        validate=check,
+        validations_per_epoch=VALIDATIONS_PER_EPOCH,
+    )
     if world.is_leader:
         model.requires_grad_(True)
         metrics |= save_classifier(model, tokenizer, held_out, out)

@@ -30,8 +30,9 @@ from compressor.config import QuantizeConfig
 from compressor.dataset import ENCODED, Encoded, encode
 from compressor.errors import GateError
 from compressor.evaluate import MODEL_FILE, OnnxPredictor, Predictor, TorchPredictor, measure, measure_splits, predict
-from compressor.latency import shaped_call, time_calls
+from compressor.latency import shaped_call, summary, time_in_turns
 from compressor.models import load_classifier, load_tokenizer
+from compressor.progress import quiet_libraries
 from compressor.statistics import paired
 from compressor.tasks import Task
 from compressor.world import available_cores
@@ -75,7 +76,8 @@ def quantize(
         graphs = {"fp32": student / MODEL_FILE}
         for scheme in config.candidates:
             graphs[scheme] = draft.path / f"{scheme}.onnx"
-            quantize_graph(graphs["fp32"], graphs[scheme], scheme, encoded["train"], config.calibration_rows, seed)
+            with quiet_libraries():  # ONNX Runtime advises a pre-processing that changes nothing in these graphs
+                quantize_graph(graphs["fp32"], graphs[scheme], scheme, encoded["train"], config.calibration_rows, seed)
         table = score(graphs, encoded["validation"], threads)
         chosen = choose(table, config.max_metric_drop)
         for scheme in config.candidates:
@@ -199,9 +201,9 @@ def score(graphs: dict[str, Path], validation: Encoded, threads: int) -> list[di
     predictors = {name: OnnxPredictor(path, threads=threads) for name, path in graphs.items()}
     latency: dict[str, dict[str, float]] = {name: {} for name in graphs}
     for batch, tokens in LATENCY_SHAPES:
-        calls = [shaped_call(predictor, batch=batch, tokens=tokens) for predictor in predictors.values()]
-        for name, times in zip(graphs, time_calls(calls), strict=True):
-            latency[name][f"{batch}x{tokens}"] = times.percentile_ms(50)
+        calls = {name: shaped_call(predictor, batch=batch, tokens=tokens) for name, predictor in predictors.items()}
+        for name, times_ms in time_in_turns(calls).items():
+            latency[name][f"{batch}x{tokens}"] = float(np.median(times_ms))
     table = []
     fp32: NDArray[np.float32] | None = None
     for name, predictor in predictors.items():
@@ -225,7 +227,7 @@ def score(graphs: dict[str, Path], validation: Encoded, threads: int) -> list[di
 
 def time_systems(
     teacher: Artifact, onnx_models: Artifact, int8: Path, task: Task, threads: int
-) -> dict[str, dict[str, dict[str, float]]]:
+) -> dict[str, dict[str, dict[str, float | int | None]]]:
     """Latency of every form of the classifier, in turns, with the same threads: by system, then by batch x tokens."""
     torch.set_num_threads(threads)
     systems: dict[str, Predictor] = {
@@ -234,11 +236,11 @@ def time_systems(
         "student fp32": OnnxPredictor(onnx_models.path / "student" / MODEL_FILE, threads=threads),
         "student INT8": OnnxPredictor(int8, threads=threads),
     }
-    result: dict[str, dict[str, dict[str, float]]] = {name: {} for name in systems}
+    result: dict[str, dict[str, dict[str, float | int | None]]] = {name: {} for name in systems}
     for batch, tokens in LATENCY_SHAPES:
-        calls = [shaped_call(predictor, batch=batch, tokens=tokens) for predictor in systems.values()]
-        for name, times in zip(systems, time_calls(calls), strict=True):
-            result[name][f"{batch}x{tokens}"] = times.summary()
+        calls = {name: shaped_call(predictor, batch=batch, tokens=tokens) for name, predictor in systems.items()}
+        for name, times_ms in time_in_turns(calls).items():
+            result[name][f"{batch}x{tokens}"] = summary(times_ms)
     return result
 
 

@@ -4,7 +4,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import report
-from benchmarks.report import Table
+from benchmarks.report import Table, ratio
 from compressor.errors import ArtifactError
 
 TABLE = Table("Sizes", ["system", "MB"], [["teacher", "90.0"], ["student", "9.5"]])
@@ -30,3 +30,9 @@ def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     assert result["cpu_in_use_before_percent"] >= 0
     with pytest.raises(ArtifactError, match=r"cannot write to --out .*taken"):
         report.write(tmp_path / "taken", "compare", result, [TABLE])
+
+
+def test_ratio_by_hand() -> None:
+    assert ratio(70.0, 2.0) == 35.0
+    assert ratio(None, 2.0) is None
+    assert ratio(1.0, 0.0) is None

@@ -8,12 +8,16 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
+import warnings
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
+from compressor import latency
+from compressor.cli import app
 from serving import free_port
 from tests import tiny
 from tests.conftest import Line
@@ -29,6 +33,20 @@ def sentence(done: subprocess.CompletedProcess[bytes], code: int = 1) -> str:
     assert "Traceback" not in error
     assert done.stdout == b""
     return error.splitlines()[-1]
+
+
+@pytest.fixture
+def invoke(monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
+    """Run a command in this process, which has the libraries loaded, and give what it prints; errors are raised."""
+    monkeypatch.setitem(latency.time_in_turns.__kwdefaults__, "rounds", 1)
+    monkeypatch.setitem(latency.time_in_turns.__kwdefaults__, "turn_s", 0.0)
+
+    def run(*arguments: object) -> str:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of the exporter and the quantizer
+            return CliRunner().invoke(app, [str(part) for part in arguments], catch_exceptions=False).stdout
+
+    return run
 
 
 def imported(*arguments: object) -> set[str]:
@@ -187,26 +205,28 @@ def test_a_report_is_rendered_again(line: Line, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("step", "split"), [("3-finetune", "test"), ("5-distill-prediction", "test"), ("7-quantize", "validation")]
 )
-def test_a_saved_model_is_evaluated(line: Line, step: str, split: str) -> None:
+def test_a_saved_model_is_evaluated(line: Line, invoke: Callable[..., str], step: str, split: str) -> None:
     arguments = ("--corpus", line.run / "1-corpus", "--model", line.run / step, "--split", split, "--json")
-    found = json.loads(tiny.run("evaluate", *arguments).stdout)
+    found = json.loads(invoke("evaluate", *arguments))
     expected = json.loads((line.run / step / "manifest.json").read_text())["metrics"][split]
     assert found == expected
 
 
-def test_an_evaluation_is_one_line_with_its_interval(line: Line) -> None:
-    done = tiny.run("evaluate", "--corpus", line.run / "1-corpus", "--model", line.run / "3-finetune")
-    assert re.fullmatch(r"accuracy [\d.]+ % \(95 % interval [\d.]+ to [\d.]+, 48 rows\)\n", done.stdout.decode())
+def test_an_evaluation_is_one_line_with_its_interval(line: Line, invoke: Callable[..., str]) -> None:
+    text = invoke("evaluate", "--corpus", line.run / "1-corpus", "--model", line.run / "3-finetune")
+    assert re.fullmatch(r"accuracy [\d.]+ % \(95 % interval [\d.]+ to [\d.]+, 48 rows\)\n", text)
 
 
 @pytest.mark.slow
-def test_every_stage_runs_by_itself_on_the_artifacts_of_a_build(line: Line, tmp_path: Path) -> None:
+def test_every_stage_runs_by_itself_on_the_artifacts_of_a_build(
+    line: Line, tmp_path: Path, invoke: Callable[..., str]
+) -> None:
     def stage(name: str, out: str, **parents: str) -> None:
         given = [part for role, step in parents.items() for part in (f"--{role}", line.run / step)]
         more = ("--repository", tmp_path / "repository") if name == "publish" else ()
-        done = tiny.run(name, "--recipe", line.recipe, "--out", tmp_path / out, *given, *more, hasty=True)
-        assert done.returncode == 0, done.stderr.decode()
-        assert done.stdout.decode().strip() == str(tmp_path / out)
+        assert invoke(name, "--recipe", line.recipe, "--out", tmp_path / out, *given, *more).strip() == str(
+            tmp_path / out
+        )
         # The same settings and parents: the key says that a build would reuse it.
         mine, theirs = (json.loads((path / "manifest.json").read_text()) for path in (tmp_path / out, line.run / out))
         assert mine["key"] == theirs["key"]
@@ -244,10 +264,9 @@ def test_a_failed_gate_exits_with_3_and_both_numbers(line: Line, tmp_path: Path)
     assert re.search(r"error: parity gate: .* \d\.\d\de-\d\d .*\(bound 1e-15\)", last)
 
 
-def test_a_teacher_on_the_command_line_is_adopted(line: Line, tmp_path: Path) -> None:
+def test_a_teacher_on_the_command_line_is_adopted(line: Line, tmp_path: Path, invoke: Callable[..., str]) -> None:
     arguments = ("--recipe", line.recipe, "--corpus", line.run / "1-corpus", "--out", tmp_path / "teacher")
-    done = tiny.run("finetune", *arguments, "--teacher", line.run / "3-finetune")
-    assert done.returncode == 0, done.stderr.decode()
+    invoke("finetune", *arguments, "--teacher", line.run / "3-finetune")
     metrics = json.loads((tmp_path / "teacher" / "manifest.json").read_text())["metrics"]
     assert metrics["source"] == str(line.run / "3-finetune")
     assert "history" not in metrics

@@ -1,32 +1,51 @@
 """Raw times and their percentiles."""
 
+import time
+
 import numpy as np
 import pytest
 
-from compressor.latency import WARMUP_CALLS, Latency, shaped_call, time_calls
+from compressor.latency import shaped_call, summary, time_in_turns
 
 
-def test_percentiles_of_known_times():
-    latency = Latency(tuple(float(time) for time in range(1, 101)))
-    assert [latency.percentile_ms(percent) for percent in (0, 50, 100)] == [1.0, 50.5, 100.0]
+def test_percentiles_are_those_of_the_raw_times() -> None:
+    found = summary([float(number) for number in range(1, 102)])
+    expected = {"calls": 101, "min_ms": 1.0, "p50_ms": 51.0, "p90_ms": 91.0, "p95_ms": 96.0, "p99_ms": 100.0}
+    assert found == pytest.approx(expected)
 
 
-def test_summary_says_how_many_calls_it_comes_from():
-    assert Latency((1.0, 3.0)).summary() == pytest.approx({"p50_ms": 2.0, "p95_ms": 2.9, "p99_ms": 2.98, "calls": 2})
+def test_a_percentile_that_too_few_calls_can_show_is_none() -> None:
+    found = summary([2.0] * 20)
+    assert (found["p50_ms"], found["p95_ms"], found["p99_ms"]) == (2.0, 2.0, None)
+    assert summary([3.0])["p50_ms"] == 3.0
 
 
-def test_things_are_timed_in_turns_after_warm_up():
-    called = []
-    latencies = time_calls([lambda: called.append("a"), lambda: called.append("b")], min_seconds=0, min_calls=3)
-    assert "".join(called) == "a" * WARMUP_CALLS + "b" * WARMUP_CALLS + "ab" * 3
-    assert [len(latency.times_ms) for latency in latencies] == [3, 3]
+def test_no_calls_give_no_figures() -> None:
+    assert set(summary([]).values()) == {0, None}
 
 
-def test_timing_goes_on_until_the_seconds_went_by(monkeypatch):
-    clock = iter(float(second) for second in range(100))
-    monkeypatch.setattr("compressor.latency.time.perf_counter", lambda: next(clock))
-    (latency,) = time_calls([lambda: None], min_seconds=5, min_calls=1)
-    assert len(latency.times_ms) == 5
+def test_stopwatch_measures_a_known_delay() -> None:
+    times = time_in_turns({"sleeper": lambda: time.sleep(0.02)}, rounds=2, turn_s=0.06, seed=0)["sleeper"]
+    assert min(times) >= 20.0
+    assert min(times) < 25.0  # the fastest: others may have waited for a busy machine
+
+
+def test_systems_take_turns_and_unmeasured_calls_come_first() -> None:
+    heard: list[str] = []
+    calls = {name: lambda name=name: (heard.append(name), time.sleep(0.005)) for name in ("first", "second")}
+    times = time_in_turns(calls, rounds=2, turn_s=0.06, seed=0)
+    turns = [name for place, name in enumerate(heard) if place == 0 or heard[place - 1] != name]
+    assert len(turns) in (3, 4)  # two rounds of two; the last of one may be the first of the next
+    assert heard.count("first") == len(times["first"]) + 2 * 3
+
+
+def test_order_of_turns_depends_on_the_seed_alone() -> None:
+    def order(seed: int) -> list[str]:
+        heard: list[str] = []
+        time_in_turns({name: lambda name=name: heard.append(name) for name in "ab"}, rounds=4, turn_s=0.0, seed=seed)
+        return heard
+
+    assert order(1) == order(1)
 
 
 def test_shaped_call_gives_rows_of_real_tokens_every_time_the_same():

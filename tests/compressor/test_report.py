@@ -199,7 +199,8 @@ def pair(facts: dict[str, Any], first: str, second: str) -> dict[str, Any]:
 def test_verdict_holds_ratio_size_and_speed(tmp_path: Path) -> None:
     assert collect(tmp_path, make_run(tmp_path))["verdict"] == (
         "The INT8 student keeps 88.9 % of the teacher's test accuracy (80.0 % against 90.0 %), is 6.0 times smaller "
-        "and answers 6.0 times faster at one text of 32 tokens."
+        "and answers one text of 32 tokens 8.0 times faster than the teacher in PyTorch, 6.0 times faster than the "
+        "teacher in ONNX Runtime."
     )
 
 
@@ -211,7 +212,8 @@ def test_verdict_says_so_when_the_student_is_larger_slower_and_better(tmp_path: 
     metrics["test"] = _measured(19)
     assert collect(tmp_path, artifacts)["verdict"] == (
         "The INT8 student reaches 105.6 % of the teacher's test accuracy (95.0 % against 90.0 %), is 2.0 times larger "
-        "and answers 2.0 times slower at one text of 32 tokens."
+        "and answers one text of 32 tokens 1.5 times slower than the teacher in PyTorch, 2.0 times slower than the "
+        "teacher in ONNX Runtime."
     )
 
 

@@ -102,7 +102,7 @@ def test_a_finished_run_is_not_trained_again(rows: Encoded, tmp_path: Path) -> N
 
 
 def test_a_resumed_run_keeps_the_best_epoch_of_before(rows: Encoded, tmp_path: Path) -> None:
-    scores = iter([0.9, 0.1, 0.2])
+    scores = iter([0.1, 0.9, 0.2, 0.3])  # at the start, then after each epoch
     seen: list[dict[str, Tensor]] = []
 
     def validate() -> float:
@@ -115,11 +115,11 @@ def test_a_resumed_run_keeps_the_best_epoch_of_before(rows: Encoded, tmp_path: P
     module = Counted()
     train(module, rows, tmp_path, validate=validate)
     for name, weights in module.state_dict().items():
-        assert torch.equal(weights, seen[0][name]), name
+        assert torch.equal(weights, seen[1][name]), name
 
 
 def test_the_best_epoch_is_kept(rows: Encoded, tmp_path: Path) -> None:
-    module, scores = Counted(), iter([0.5, 0.8, 0.6])
+    module, scores = Counted(), iter([0.1, 0.5, 0.8, 0.6])
     seen: list[Tensor] = []
 
     def validate() -> float:
@@ -127,11 +127,32 @@ def test_the_best_epoch_is_kept(rows: Encoded, tmp_path: Path) -> None:
         return next(scores)
 
     history = train(module, rows, tmp_path, validate=validate)
-    assert torch.equal(module.model.classifier.weight, seen[1])
-    assert [entry["validation"] for entry in history["epochs"]] == [0.5, 0.8, 0.6]
+    assert torch.equal(module.model.classifier.weight, seen[2])
+    assert [history["at_start"], *(entry["validation"] for entry in history["epochs"])] == [0.1, 0.5, 0.8, 0.6]
 
 
-def test_of_equal_epochs_the_first_is_kept(rows: Encoded, tmp_path: Path) -> None:
+def test_training_that_helps_nothing_is_undone(rows: Encoded, tmp_path: Path) -> None:
+    module, scores = Counted(), iter([0.9, 0.5, 0.8, 0.6])
+    before = module.model.classifier.weight.detach().clone()
+    train(module, rows, tmp_path, validate=lambda: next(scores))
+    assert torch.equal(module.model.classifier.weight, before)
+
+
+@pytest.mark.parametrize(("times", "steps"), [(1, [3, 6]), (2, [2, 3, 5, 6]), (3, [1, 2, 3, 4, 5, 6])])
+def test_validation_can_come_several_times_an_epoch(
+    rows: Encoded, tmp_path: Path, times: int, steps: list[int]
+) -> None:
+    config = settings(epochs=2.0)
+    history = train(Counted(), rows, tmp_path, config, validate=lambda: 0.5, validations_per_epoch=times)
+    assert [entry["step"] for entry in history["epochs"]] == steps
+
+
+def test_more_validations_than_steps_come_once_a_step(rows: Encoded, tmp_path: Path) -> None:
+    history = train(Counted(), rows, tmp_path, settings(epochs=1.0), validations_per_epoch=10)
+    assert [entry["step"] for entry in history["epochs"]] == [1, 2, 3]
+
+
+def test_of_equal_states_the_first_is_kept(rows: Encoded, tmp_path: Path) -> None:
     module = Counted()
     seen: list[Tensor] = []
 

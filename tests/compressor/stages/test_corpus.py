@@ -441,17 +441,17 @@ def ratings(folder: Path, text: str) -> Path:
 
 def test_undecided_ratings_are_left_out_and_counted(tmp_path):
     path = ratings(tmp_path, "a_1\t2.5\tgood\r\na_2\t-0.4\tso so\r\na_3\t-1.0\tbad\r\na_4\t0.5\tjust enough\r\n")
-    assert read_ratings(path, 0.5) == ([("good", 1), ("bad", 0), ("just enough", 1)], 1)
+    assert read_ratings(path, 0.5, SST2) == ([("good", 1), ("bad", 0), ("just enough", 1)], 1)
 
 
 def test_a_rating_of_nothing_is_never_a_label(tmp_path):
-    assert read_ratings(ratings(tmp_path, "1\t0.0\tneither\n2\t0.1\tgood\n"), 0.0) == ([("good", 1)], 1)
+    assert read_ratings(ratings(tmp_path, "1\t0.0\tneither\n2\t0.1\tgood\n"), 0.0, SST2) == ([("good", 1)], 1)
 
 
 @pytest.mark.parametrize("line", ["a\t1.0", "a\tmany\ttext", "a"])
 def test_a_malformed_rating_is_named_by_file_and_line(line, tmp_path):
     with pytest.raises(DataError, match=r"ratings.txt, line 2: needs an id, a rating and a text, separated by tabs"):
-        read_ratings(ratings(tmp_path, f"1\t2.0\tgood\n{line}\n"), 0.5)
+        read_ratings(ratings(tmp_path, f"1\t2.0\tgood\n{line}\n"), 0.5, SST2)
 
 
 def test_the_index_source_is_split_and_says_where_it_comes_from(tmp_path, monkeypatch):

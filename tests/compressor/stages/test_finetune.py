@@ -53,8 +53,9 @@ def weights_of_each_process(world: World, corpus: Artifact, folder: Path) -> Non
     tokenizer = tiny.tokenizer(folder / str(world.rank) / "tokenizer")
     rows = encode(corpus, "train", tokenizer, tiny.MAX_TOKENS, cache=folder / "cache", world=world)
     module = Classification(tiny.bert(seed=world.rank))
-    config = tiny.finetuning(epochs=1.0)
-    history = fit(module, rows, config, world=world, seed=7, folder=folder / "checkpoint", validate=lambda: 0.5)
+    config, rising = tiny.finetuning(epochs=1.0), iter([0.1, 0.9])
+    checkpoint = folder / "checkpoint"
+    history = fit(module, rows, config, world=world, seed=7, folder=checkpoint, validate=lambda: next(rising))
     torch.save(module.state_dict(), folder / f"{world.rank}.pt")
     (folder / f"{world.rank}.json").write_text(json.dumps(history["steps"]))
 

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import onnx
 import pytest
-from onnx import TensorProto, helper, numpy_helper
+from onnx import TensorProto, numpy_helper
 
 from compressor import latency
 from compressor.artifact import Artifact
@@ -123,7 +123,7 @@ def test_dense_products_are_those_with_a_weight(models: Artifact) -> None:
 def test_the_dynamic_scheme_quantizes_the_dense_products_alone(graphs: dict[str, onnx.ModelProto]) -> None:
     found = operators(graphs["dynamic"])
     assert found["MatMulInteger"] == 2 * DENSE_PER_LAYER
-    assert found["MatMul"] == 4
+    assert found["MatMul"] == 4 + 2  # those of attention; pooler and classifier, which were Gemm
     assert "DequantizeLinear" not in found
 
 
@@ -239,8 +239,8 @@ def test_a_better_candidate_never_fails() -> None:
 @pytest.fixture
 def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
     """Time little."""
-    monkeypatch.setitem(latency.time_calls.__kwdefaults__, "min_seconds", 0.0)
-    monkeypatch.setitem(latency.time_calls.__kwdefaults__, "min_calls", 3)
+    monkeypatch.setitem(latency.time_in_turns.__kwdefaults__, "rounds", 1)
+    monkeypatch.setitem(latency.time_in_turns.__kwdefaults__, "turn_s", 0.0)
 
 
 def run(config: QuantizeConfig, line: Line, models: Artifact, out: Path) -> Artifact:
@@ -285,7 +285,7 @@ def test_the_latency_table_has_every_system_at_every_shape(line: Line) -> None:
     assert set(found) == {"teacher PyTorch", "teacher ONNX", "student fp32", "student INT8"}
     for shapes in found.values():
         assert set(shapes) == {"1x16", "1x32", "8x32"}
-        assert all(times["p50_ms"] <= times["p95_ms"] <= times["p99_ms"] for times in shapes.values())
+        assert all(0 < times["min_ms"] <= times["p50_ms"] for times in shapes.values())
 
 
 def test_the_table_of_candidates_starts_with_fp32(line: Line) -> None:
@@ -293,13 +293,3 @@ def test_the_table_of_candidates_starts_with_fp32(line: Line) -> None:
     assert [item["scheme"] for item in found] == ["fp32", "dynamic", "static"]
     assert found[0]["against_fp32"]["agreement"] == 1.0
     assert all(item["accuracy"] == min(item["accuracy_batch_1"], item["accuracy_batch_64"]) for item in found)
-
-
-def test_a_table_used_by_two_lookups_is_quantized_for_both() -> None:
-    table = numpy_helper.from_array(np.random.default_rng(0).normal(size=(2000, 32)).astype(np.float32), "table")
-    nodes = [helper.make_node("Gather", ["table", name], [f"{name}_out"], name=name) for name in ("one", "two")]
-    inputs = [helper.make_tensor_value_info(name, TensorProto.INT64, ["n"]) for name in ("one", "two")]
-    outputs = [helper.make_tensor_value_info(f"{name}_out", TensorProto.FLOAT, ["n", 32]) for name in ("one", "two")]
-    model = helper.make_model(helper.make_graph(nodes, "graph", inputs, outputs, [table]))
-    quantize_embeddings(model)
-    onnx.checker.check_model(model)
