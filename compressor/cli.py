@@ -13,6 +13,21 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from compressor.errors import CompressorError, ConfigError
+from compressor.options import (
+    CorpusOption,
+    DataOption,
+    DeviceOption,
+    JsonOption,
+    OutOption,
+    ProcessesOption,
+    RecipeOption,
+    RepositoryOption,
+    SetOption,
+    TaskOption,
+    TeacherOption,
+    auto_recipe,
+    chosen_recipe,
+)
 from serving.errors import ServingError
 
 if TYPE_CHECKING:
@@ -28,22 +43,6 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     help="From raw text to a served INT8 student of a BERT classifier, with a report of what was lost.",
 )
-
-TaskOption = Annotated[str | None, typer.Option("--task", help="Task, one of `compressor tasks`.")]
-RecipeOption = Annotated[str, typer.Option("--recipe", help="auto, laptop, paper, or the path of a .toml file.")]
-SetOption = Annotated[list[str] | None, typer.Option("--set", help="Override one value: section.key=value.")]
-DataOption = Annotated[
-    str | None, typer.Option("--data", help="Labelled text in place of the recipe's: file or folder.")
-]
-TeacherOption = Annotated[
-    str | None, typer.Option("--teacher", help="Adopt this fine-tuned checkpoint as the teacher.")
-]
-ProcessesOption = Annotated[int, typer.Option("--processes", min=1, help="Processes that train together.")]
-DeviceOption = Annotated[str, typer.Option("--device", help="auto, cpu or cuda.")]
-OutOption = Annotated[Path, typer.Option("--out", help="Folder of the result.")]
-CorpusOption = Annotated[Path, typer.Option("--corpus", help="Folder made by `compressor corpus`.")]
-RepositoryOption = Annotated[Path, typer.Option("--repository", help="Triton model repository.")]
-JsonOption = Annotated[bool, typer.Option("--json", help="One JSON object instead of text.")]
 
 
 @app.command()
@@ -71,7 +70,7 @@ def build(
     from compressor import pipeline
 
     wanted = [*(overrides or []), f"export.format={export}"]
-    config, name, why = _recipe(task, recipe, device, wanted, data=data, teacher=teacher)
+    config, name, why = chosen_recipe(task, recipe, device, wanted, data=data, teacher=teacher)
     run = out or Path("runs") / config.task.name
     where = pipeline.Where(repository=repository, processes=processes, device=device)
     line = pipeline.steps(config, where)
@@ -111,7 +110,7 @@ def corpus(
     overrides: SetOption = None,
 ) -> None:
     """Read labelled text into Arrow examples in three splits."""
-    config, _, _ = _recipe(task, recipe, "auto", overrides, data=data)
+    config, _, _ = chosen_recipe(task, recipe, "auto", overrides, data=data)
     _run_stage(_step(config, "corpus"), {}, out)
 
 
@@ -124,7 +123,7 @@ def augment(
     overrides: SetOption = None,
 ) -> None:
     """Make more training text by replacing words."""
-    config, name, _ = _recipe(task, recipe, "auto", overrides)
+    config, name, _ = chosen_recipe(task, recipe, "auto", overrides)
     if config.augment is None:
         raise ConfigError(f"recipe {name} has no [augment] section; add one, or leave the stage out")
     _run_stage(_step(config, "augment"), {"corpus": corpus}, out)
@@ -142,7 +141,7 @@ def finetune(
     device: DeviceOption = "auto",
 ) -> None:
     """Train a teacher, or adopt a checkpoint with --teacher."""
-    config, _, _ = _recipe(task, recipe, device, overrides, teacher=teacher)
+    config, _, _ = chosen_recipe(task, recipe, device, overrides, teacher=teacher)
     _run_stage(_step(config, "finetune", processes=processes, device=device), {"corpus": corpus}, out)
 
 
@@ -165,7 +164,7 @@ def distill(
     device: DeviceOption = "auto",
 ) -> None:
     """Teach a student, by one of the recipe's [[distill]] stages."""
-    config, name, _ = _recipe(task, recipe, device, overrides)
+    config, name, _ = chosen_recipe(task, recipe, device, overrides)
     if stage >= len(config.distill):
         raise ConfigError(f"--stage is {stage}; recipe {name} has [[distill]] stages 0 to {len(config.distill) - 1}")
     if (student is None) != (stage == 0):
@@ -188,7 +187,7 @@ def export(
     overrides: SetOption = None,
 ) -> None:
     """Export student and teacher to ONNX; fails with 3 if the logits differ from PyTorch's by more than the bound."""
-    config, _, _ = _recipe(task, recipe, "auto", overrides)
+    config, _, _ = chosen_recipe(task, recipe, "auto", overrides)
     _run_stage(_step(config, "export"), {"student": student, "teacher": teacher, "corpus": corpus}, out)
 
 
@@ -203,7 +202,7 @@ def quantize(
     overrides: SetOption = None,
 ) -> None:
     """Quantize the student to INT8; fails with 3 if every candidate loses more accuracy than the bound."""
-    config, _, _ = _recipe(task, recipe, "auto", overrides)
+    config, _, _ = chosen_recipe(task, recipe, "auto", overrides)
     _run_stage(_step(config, "quantize"), {"onnx": onnx, "teacher": teacher, "corpus": corpus}, out)
 
 
@@ -219,7 +218,7 @@ def publish(
     overrides: SetOption = None,
 ) -> None:
     """Write the models into a Triton model repository."""
-    config, _, _ = _recipe(task, recipe, "auto", overrides)
+    config, _, _ = chosen_recipe(task, recipe, "auto", overrides)
     step = _step(config, "publish", repository=repository)
     _run_stage(step, {"int8": int8, "onnx": onnx, "corpus": corpus}, out)
 
@@ -336,7 +335,7 @@ def recipe(
 
     if name not in RECIPES:
         raise ConfigError(f"unknown recipe {name!r}; {nearest(name, RECIPES)}")
-    typer.echo(recipe_text(task, _auto("auto")[0] if name == "auto" else name), nl=False)
+    typer.echo(recipe_text(task, auto_recipe("auto")[0] if name == "auto" else name), nl=False)
 
 
 @app.command()
@@ -355,7 +354,7 @@ def doctor(as_json: JsonOption = False) -> None:
 
     from compressor.machine import fingerprint, versions
 
-    chosen, why = _auto("auto")
+    chosen, why = auto_recipe("auto")
     wanted = {
         "pytriton": "serve",
         "locust": "bench",
@@ -390,39 +389,6 @@ def report(run: Annotated[Path, typer.Argument(help="Run folder of a build.")]) 
     from compressor.pipeline import finished
 
     typer.echo(reporting.write_report(run, finished(run)))
-
-
-def _auto(device: str) -> tuple[str, str]:
-    """Recipe that `auto` means here, and why."""
-    from compressor.machine import has_accelerator
-
-    if device == "cuda":
-        return "paper", "auto: --device is cuda"
-    if device == "auto" and has_accelerator():
-        return "paper", "auto: there is an accelerator"
-    return "laptop", "auto: --device is cpu" if device == "cpu" else "auto: there is no accelerator here"
-
-
-def _recipe(
-    task: str | None,
-    recipe: str,
-    device: str,
-    overrides: list[str] | None,
-    *,
-    data: str | None = None,
-    teacher: str | None = None,
-) -> tuple[BuildConfig, str, str]:
-    """The recipe with its overrides, its name, and why it was chosen."""
-    from compressor.config import load_recipe
-
-    if device not in ("auto", "cpu", "cuda"):
-        raise ConfigError(f"--device is {device!r}; known: auto, cpu, cuda")
-    name, why = _auto(device) if recipe == "auto" else (recipe, "as given")
-    applied = list(overrides or [])
-    # A JSON string is a TOML string as well.
-    applied += [f"corpus.source={json.dumps(data)}"] if data else []
-    applied += [f"finetune.teacher={json.dumps(teacher)}"] if teacher else []
-    return load_recipe(task, name, tuple(applied)), name, why
 
 
 def _step(

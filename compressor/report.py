@@ -231,7 +231,8 @@ def _latency(int8: Artifact) -> dict[str, Any]:
     shapes = list(next(iter(measured.values())))
     return {
         "threads": int8.metrics["threads"],
-        "input": "random token ids without padding; the systems take turns of many calls, each after a pause; tokenizing is not included",
+        "input": "random token ids without padding; the systems take turns of many calls, each after a pause; "
+        "tokenizing is not included",
         "processor": int8.manifest["machine"]["processor"],
         "headline_shape": HEADLINE_SHAPE if HEADLINE_SHAPE in shapes else shapes[0],
         "systems": measured,
@@ -297,8 +298,8 @@ def _verdict(facts: Mapping[str, Any]) -> str:
     in_onnx = _times(p50_ms["teacher ONNX"], p50_ms["student INT8"], "faster", "slower")
     return (
         f"The INT8 student {'reaches' if ours > theirs else 'keeps'} {100 * ours / theirs:.1f} % of the teacher's test "
-        f"accuracy ({100 * ours:.1f} % against {100 * theirs:.1f} %), is {size} and answers {'one text' if batch == '1' else f'{batch} texts'} "
-        f"of {tokens} tokens {speed} than the teacher in PyTorch, {in_onnx} than the teacher in ONNX Runtime."
+        f"accuracy ({100 * ours:.1f} % against {100 * theirs:.1f} %), is {size} and answers "
+        f"{'one text' if batch == '1' else f'{batch} texts'} of {tokens} tokens {speed} than the teacher in PyTorch, {in_onnx} than the teacher in ONNX Runtime."
     )
 
 

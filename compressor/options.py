@@ -1,0 +1,63 @@
+"""Options that several commands share, and the recipe that they choose."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from compressor.errors import ConfigError
+
+if TYPE_CHECKING:
+    from compressor.config import BuildConfig
+
+TaskOption = Annotated[str | None, typer.Option("--task", help="Task, one of `compressor tasks`.")]
+RecipeOption = Annotated[str, typer.Option("--recipe", help="auto, laptop, paper, or the path of a .toml file.")]
+SetOption = Annotated[list[str] | None, typer.Option("--set", help="Override one value: section.key=value.")]
+DataOption = Annotated[
+    str | None, typer.Option("--data", help="Labelled text in place of the recipe's: file or folder.")
+]
+TeacherOption = Annotated[
+    str | None, typer.Option("--teacher", help="Adopt this fine-tuned checkpoint as the teacher.")
+]
+ProcessesOption = Annotated[int, typer.Option("--processes", min=1, help="Processes that train together.")]
+DeviceOption = Annotated[str, typer.Option("--device", help="auto, cpu or cuda.")]
+OutOption = Annotated[Path, typer.Option("--out", help="Folder of the result.")]
+CorpusOption = Annotated[Path, typer.Option("--corpus", help="Folder made by `compressor corpus`.")]
+RepositoryOption = Annotated[Path, typer.Option("--repository", help="Triton model repository.")]
+JsonOption = Annotated[bool, typer.Option("--json", help="One JSON object instead of text.")]
+
+
+def auto_recipe(device: str) -> tuple[str, str]:
+    """Recipe that `auto` means here, and why."""
+    from compressor.machine import has_accelerator
+
+    if device == "cuda":
+        return "paper", "auto: --device is cuda"
+    if device == "auto" and has_accelerator():
+        return "paper", "auto: there is an accelerator"
+    return "laptop", "auto: --device is cpu" if device == "cpu" else "auto: there is no accelerator here"
+
+
+def chosen_recipe(
+    task: str | None,
+    recipe: str,
+    device: str,
+    overrides: list[str] | None,
+    *,
+    data: str | None = None,
+    teacher: str | None = None,
+) -> tuple[BuildConfig, str, str]:
+    """The recipe with its overrides, its name, and why it was chosen."""
+    from compressor.config import load_recipe
+
+    if device not in ("auto", "cpu", "cuda"):
+        raise ConfigError(f"--device is {device!r}; known: auto, cpu, cuda")
+    name, why = auto_recipe(device) if recipe == "auto" else (recipe, "as given")
+    applied = list(overrides or [])
+    # A JSON string is a TOML string as well.
+    applied += [f"corpus.source={json.dumps(data)}"] if data else []
+    applied += [f"finetune.teacher={json.dumps(teacher)}"] if teacher else []
+    return load_recipe(task, name, tuple(applied)), name, why
