@@ -294,12 +294,14 @@ def _verdict(facts: Mapping[str, Any]) -> str:
     shape, p50_ms = _headline(facts["latency"])
     batch, tokens = shape.split("x")
     size = _times(teacher["onnx_size_bytes"], student["onnx_size_bytes"], "smaller", "larger")
-    speed = _times(p50_ms["teacher PyTorch"], p50_ms["student INT8"], "faster", "slower")
-    in_onnx = _times(p50_ms["teacher ONNX"], p50_ms["student INT8"], "faster", "slower")
+    texts = "one text" if batch == "1" else f"{batch} texts"
+    speed, in_onnx = (
+        _times(p50_ms[f"teacher {form}"], p50_ms["student INT8"], "faster", "slower") for form in ("PyTorch", "ONNX")
+    )
     return (
         f"The INT8 student {'reaches' if ours > theirs else 'keeps'} {100 * ours / theirs:.1f} % of the teacher's test "
         f"accuracy ({100 * ours:.1f} % against {100 * theirs:.1f} %), is {size} and answers "
-        f"{'one text' if batch == '1' else f'{batch} texts'} of {tokens} tokens {speed} than the teacher in PyTorch, {in_onnx} than the teacher in ONNX Runtime."
+        f"{texts} of {tokens} tokens {speed} than the teacher in PyTorch, {in_onnx} than the teacher in ONNX Runtime."
     )
 
 
