@@ -36,18 +36,21 @@ def against_bert_base(
     import torch
     from transformers import BertConfig, BertForSequenceClassification
 
+    from compressor.models import load_tokenizer
+
     run = open_run(run_folder)
     torch.set_num_threads(threads)
     torch.manual_seed(seed)
     context = report.context(command=command, seed=seed, threads=threads)
     # The library's defaults are bert-base-uncased: 12 layers of 768, 12 heads, 30,522 words.
     base = BertForSequenceClassification(BertConfig(num_labels=len(run.task.labels)))
+    vocabulary = min(base.config.vocab_size, len(load_tokenizer(run.int8.path)))
     student_file = run.int8.path / MODEL_FILE
     predictors: dict[str, Predictor] = {
         "bert_base_pytorch": TorchPredictor(base),
         "student_int8": OnnxPredictor(student_file, threads=threads),
     }
-    calls = {name: shaped_call(predictor, batch=BATCH, tokens=TOKENS) for name, predictor in predictors.items()}
+    calls = {name: shaped_call(predictor, BATCH, TOKENS, vocabulary) for name, predictor in predictors.items()}
     times = {name: summary(raw) for name, raw in (QUICK if quick else FULL).time(calls, seed).items()}
     parameters = base.num_parameters()
     size = exported_size(base, run) if export else 4 * parameters

@@ -59,6 +59,8 @@ class System:
     """Its weights."""
     encoded: Mapping[str, Encoded]
     """Validation and test, through its own tokenizer."""
+    vocabulary: int
+    """Tokens that every system timed beside it knows."""
 
 
 def load_systems(run: Run, threads: int, scratch: Path) -> dict[str, System]:
@@ -69,20 +71,24 @@ def load_systems(run: Run, threads: int, scratch: Path) -> dict[str, System]:
 
     torch.set_num_threads(threads)
 
+    tokenizers = {folder: load_tokenizer(folder) for folder in (run.teacher.path, run.int8.path)}
+
     def encoded(folder: Path) -> dict[str, Encoded]:
-        tokenizer = load_tokenizer(folder)
         return {
-            split: encode(run.corpus, split, tokenizer, run.max_tokens, cache=scratch)
+            split: encode(run.corpus, split, tokenizers[folder], run.max_tokens, cache=scratch)
             for split in ("validation", "test")
         }
 
-    def onnx(file: Path, texts: Mapping[str, Encoded]) -> System:
-        return System(OnnxPredictor(file, threads=threads), file, texts)
-
     teacher, student = encoded(run.teacher.path), encoded(run.int8.path)
+    # Teacher and student share their vocabulary; the shapes are timed on ids that both know.
+    vocabulary = min(len(tokenizer) for tokenizer in tokenizers.values())
+
+    def onnx(file: Path, texts: Mapping[str, Encoded]) -> System:
+        return System(OnnxPredictor(file, threads=threads), file, texts, vocabulary)
+
     model = TorchPredictor(load_classifier(run.teacher.path, run.task))
     return {
-        TEACHER: System(model, run.teacher.path / "model.safetensors", teacher),
+        TEACHER: System(model, run.teacher.path / "model.safetensors", teacher, vocabulary),
         "teacher_onnx": onnx(run.onnx.path / "teacher" / MODEL_FILE, teacher),
         "student_fp32": onnx(run.onnx.path / "student" / MODEL_FILE, student),
         STUDENT: onnx(run.int8.path / MODEL_FILE, student),
@@ -96,7 +102,7 @@ def measure_systems(
     latency = {"real_texts_batch_1": _real_calls(systems, 1, seed)}
     for batch, tokens in SHAPES:
         latency[f"{batch}x{tokens}"] = {
-            name: shaped_call(system.predictor, batch=batch, tokens=tokens) for name, system in systems.items()
+            name: shaped_call(system.predictor, batch, tokens, system.vocabulary) for name, system in systems.items()
         }
     times: dict[str, dict[str, list[float]]] = {}
     for what, calls in latency.items():

@@ -68,6 +68,7 @@ def build(
     compressor build --task sst2 --export onnx
     """
     from compressor import pipeline
+    from serving.repository import refuse_foreign
 
     wanted = [*(overrides or []), f"export.format={export}"]
     config, name, why = chosen_recipe(task, recipe, device, wanted, data=data, teacher=teacher)
@@ -75,8 +76,10 @@ def build(
     where = pipeline.Where(repository=repository, processes=processes, device=device)
     line = pipeline.steps(config, where)
     pipeline.check_sources(line)
+    pipeline.refuse_foreign_run(run)
+    refuse_foreign(repository, config.task.name)
     if dry_run:
-        _print_plan(pipeline.plan(line, run), name, why, run, repository, as_json=as_json)
+        _print_plan(pipeline.plan(line, run, overwrite=overwrite), name, why, run, repository, as_json=as_json)
         return
     logging.getLogger(__name__).info("recipe %s (%s), run folder %s", name, why, run)
     artifacts = pipeline.build(config, name, run, where, overwrite=overwrite)

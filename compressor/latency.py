@@ -62,9 +62,9 @@ def _turn(call: Call, seconds: float) -> list[float]:
     return times_ms
 
 
-def shaped_call(predictor: Predictor, *, batch: int, tokens: int) -> Call:
-    """A call of `predictor` on `batch` rows of `tokens` real tokens each (random ids, fixed seed)."""
+def shaped_call(predictor: Predictor, batch: int, tokens: int, vocabulary: int) -> Call:
+    """A call of `predictor` on `batch` rows of `tokens` real tokens each: random ids below `vocabulary`, fixed seed."""
     random = np.random.default_rng(0)
-    input_ids_BS = random.integers(1000, 20_000, size=(batch, tokens), dtype=np.int64)
+    input_ids_BS = random.integers(0, vocabulary, size=(batch, tokens), dtype=np.int64)
     mask_BS = np.ones_like(input_ids_BS)
     return lambda: predictor(input_ids_BS, mask_BS)

@@ -16,6 +16,7 @@ from compressor.artifact import Artifact
 from compressor.config import STUDENT_INITS, BuildConfig
 from compressor.errors import ArtifactError, ConfigError
 from compressor.tasks import find_task
+from compressor.world import resolve_device
 
 RUN_FILE = "run.json"
 # A stage recomputes when the code that decides its result changes; raise this with such a change.
@@ -309,20 +310,20 @@ class Planned:
     """Seconds that the stage took when it was last finished in this run folder."""
 
 
-def plan(line: list[Step], run: Path) -> list[Planned]:
-    """What a build into `run` would do, without doing it."""
+def plan(line: list[Step], run: Path, *, overwrite: bool = False) -> list[Planned]:
+    """What a build into `run` would do, without doing it; with `overwrite` nothing there is used."""
     planned: dict[str, Planned] = {}
     for step in line:
         parents = {role: planned[name] for role, name in step.parents.items()}
         key = step.key({role: parent.key for role, parent in parents.items()})
         reusable = None
-        if all(parent.reusable for parent in parents.values()):
+        if not overwrite and all(parent.reusable for parent in parents.values()):
             artifacts = {role: parent.reusable for role, parent in parents.items() if parent.reusable}
             reusable = _reusable(step, key, artifacts, run / step.name)
         partial = run / f"{step.name}.partial"
         last = artifact.read(run / step.name)
         seconds = float(last.manifest["seconds"]) if last else None
-        begun = artifact.begun_key(partial) == key
+        begun = not overwrite and artifact.begun_key(partial) == key
         planned[step.name] = Planned(step, key, reusable, begun=begun, seconds_last_time=seconds)
     return list(planned.values())
 
@@ -345,9 +346,13 @@ def build(config: BuildConfig, recipe: str, run: Path, where: Where, *, overwrit
     line = steps(config, where)
     check_sources(line)
     _check_batches(config, where)
-    for item in plan(line, run):
-        for what, source in item.step.sources.items() if item.reusable is None else ():
+    refuse_foreign_run(run)
+    todo = [item.step for item in plan(line, run, overwrite=overwrite) if item.reusable is None]
+    for step in todo:
+        for what, source in step.sources.items():
             sources.reach_hub(source, what=what)
+    if todo and where.device == "cuda":  # PyTorch is needed to ask, and takes seconds to load
+        resolve_device(where.device)
     open_run(run, recipe, config, overwrite=overwrite)
     done: dict[str, Artifact] = {}
     for number, step in enumerate(line, start=1):
@@ -394,15 +399,20 @@ def finished(run: Path) -> dict[str, Artifact]:
     return artifacts
 
 
-def open_run(run: Path, recipe: str, config: BuildConfig, *, overwrite: bool) -> None:
-    """Make the run folder, or take up our own. Raises ArtifactError if it belongs to something else."""
-    marker = run / RUN_FILE
+def refuse_foreign_run(run: Path) -> None:
+    """Raise ArtifactError if `run` exists and is no run folder of ours."""
     if run.exists() and not run.is_dir():
         raise ArtifactError(f"--out {run} is a file; it must be a folder that is new, empty, or an earlier run's")
-    if run.is_dir() and any(run.iterdir()) and not marker.is_file():
+    if run.is_dir() and any(run.iterdir()) and not (run / RUN_FILE).is_file():
         raise ArtifactError(
             f"--out {run} holds files and no {RUN_FILE}: it belongs to something else; choose another folder"
         )
+
+
+def open_run(run: Path, recipe: str, config: BuildConfig, *, overwrite: bool) -> None:
+    """Make the run folder, or take up our own. Raises ArtifactError if it belongs to something else."""
+    refuse_foreign_run(run)
+    marker = run / RUN_FILE
     try:
         if overwrite and marker.is_file():
             shutil.rmtree(run)

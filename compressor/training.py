@@ -96,7 +96,7 @@ def fit(
         totals.clear()
         history["epochs"].append(entry)
         progress.note(_line(entry))
-        if validate is not None and entry["validation"] > best:
+        if validate is not None and entry["validation"] >= best:  # of equals, the longer trained
             best = entry["validation"]
             if world.is_leader:
                 state.save_best()

@@ -282,6 +282,14 @@ def _refuse_foreign(root: Path) -> None:
             )
 
 
+def refuse_foreign(root: Path, name: str) -> None:
+    """Raise RepositoryError if `write` would refuse to publish model `name` into `root`: to be asked before work."""
+    if root.exists() and not root.is_dir():
+        raise RepositoryError(f"{root} is a file; a model repository is a folder; choose another")
+    for model in (root / name, root / f"{name}_student", root / f"{name}_teacher"):
+        _refuse_unmarked(model)
+
+
 def _refuse_unmarked(model: Path) -> None:
     if model.exists() and not read_marker(model):
         raise RepositoryError(

@@ -78,7 +78,7 @@ def quantize(
             graphs[scheme] = draft.path / f"{scheme}.onnx"
             with quiet_libraries():  # ONNX Runtime advises a pre-processing that changes nothing in these graphs
                 quantize_graph(graphs["fp32"], graphs[scheme], scheme, encoded["train"], config.calibration_rows, seed)
-        table = score(graphs, encoded["validation"], threads)
+        table = score(graphs, encoded["validation"], threads, len(tokenizer))
         chosen = choose(table, config.max_metric_drop)
         for scheme in config.candidates:
             if scheme != chosen:
@@ -86,7 +86,9 @@ def quantize(
         graphs[chosen].rename(draft.path / MODEL_FILE)
         metrics = measure_splits(OnnxPredictor(draft.path / MODEL_FILE, threads=threads), encoded, draft.path)
         draft.metrics.update(metrics, scheme=chosen, candidates=table, threads=threads)
-        draft.metrics["latency"] = time_systems(teacher, onnx_models, draft.path / MODEL_FILE, task, threads)
+        draft.metrics["latency"] = time_systems(
+            teacher, onnx_models, draft.path / MODEL_FILE, task, threads, len(tokenizer)
+        )
         draft.metrics["size_bytes"] = (draft.path / MODEL_FILE).stat().st_size
         tokenizer.save_pretrained(draft.path)
     return Artifact.open(out, kind="int8")
@@ -133,6 +135,9 @@ def quantize_graph(
                 calibrate_method=CalibrationMethod.MinMax,
                 extra_options=options | {"OpTypesToExcludeOutputQuantization": ["MatMul"]},
             )
+            quantized = onnx.load(target)
+            spare_other_consumers(quantized, set(dense))
+            onnx.save(quantized, target)
         case _:
             assert_never(scheme)
     partial.unlink()
@@ -143,6 +148,24 @@ def dense_products(model: onnx.ModelProto) -> list[str]:
     """Names of the matrix products whose second factor is a weight."""
     weights = {item.name for item in model.graph.initializer}
     return [node.name for node in model.graph.node if node.op_type == "MatMul" and node.input[1] in weights]
+
+
+def spare_other_consumers(model: onnx.ModelProto, dense: set[str]) -> None:
+    """Give residual sums the fp32 activations again, in place.
+
+    The quantizer puts a pair of QuantizeLinear and DequantizeLinear behind an activation for everything that reads it;
+    only the dense products are meant.
+    """
+    quantized_from = {node.output[0]: node.input[0] for node in model.graph.node if node.op_type == "QuantizeLinear"}
+    original = {
+        node.output[0]: quantized_from[node.input[0]]
+        for node in model.graph.node
+        if node.op_type == "DequantizeLinear" and node.input[0] in quantized_from
+    }
+    for node in model.graph.node:
+        if node.name not in dense:
+            for place, name in enumerate(node.input):
+                node.input[place] = original.get(name, name)
 
 
 def quantize_embeddings(model: onnx.ModelProto) -> None:
@@ -196,12 +219,12 @@ class CalibrationTexts(CalibrationDataReader):  # type: ignore[misc]  # ORT has 
         return next(self._feeds, None)
 
 
-def score(graphs: dict[str, Path], validation: Encoded, threads: int) -> list[dict[str, Any]]:
+def score(graphs: dict[str, Path], validation: Encoded, threads: int, vocabulary: int) -> list[dict[str, Any]]:
     """One row per graph, fp32 first: accuracy, flips between batches, agreement with fp32, size, latency."""
     predictors = {name: OnnxPredictor(path, threads=threads) for name, path in graphs.items()}
     latency: dict[str, dict[str, float]] = {name: {} for name in graphs}
     for batch, tokens in LATENCY_SHAPES:
-        calls = {name: shaped_call(predictor, batch=batch, tokens=tokens) for name, predictor in predictors.items()}
+        calls = {name: shaped_call(predictor, batch, tokens, vocabulary) for name, predictor in predictors.items()}
         for name, times_ms in time_in_turns(calls).items():
             latency[name][f"{batch}x{tokens}"] = float(np.median(times_ms))
     table = []
@@ -226,7 +249,7 @@ def score(graphs: dict[str, Path], validation: Encoded, threads: int) -> list[di
 
 
 def time_systems(
-    teacher: Artifact, onnx_models: Artifact, int8: Path, task: Task, threads: int
+    teacher: Artifact, onnx_models: Artifact, int8: Path, task: Task, threads: int, vocabulary: int
 ) -> dict[str, dict[str, dict[str, float | int | None]]]:
     """Latency of every form of the classifier, in turns, with the same threads: by system, then by batch x tokens."""
     torch.set_num_threads(threads)
@@ -238,7 +261,7 @@ def time_systems(
     }
     result: dict[str, dict[str, dict[str, float | int | None]]] = {name: {} for name in systems}
     for batch, tokens in LATENCY_SHAPES:
-        calls = {name: shaped_call(predictor, batch=batch, tokens=tokens) for name, predictor in systems.items()}
+        calls = {name: shaped_call(predictor, batch, tokens, vocabulary) for name, predictor in systems.items()}
         for name, times_ms in time_in_turns(calls).items():
             result[name][f"{batch}x{tokens}"] = summary(times_ms)
     return result

@@ -50,10 +50,11 @@ def test_order_of_turns_depends_on_the_seed_alone() -> None:
 
 def test_shaped_call_gives_rows_of_real_tokens_every_time_the_same():
     seen = []
-    call = shaped_call(lambda ids_BS, mask_BS: seen.append((ids_BS, mask_BS)), batch=2, tokens=7)
+    call = shaped_call(lambda ids_BS, mask_BS: seen.append((ids_BS, mask_BS)), 2, 7, vocabulary=50)
     call()
-    shaped_call(lambda ids_BS, mask_BS: seen.append((ids_BS, mask_BS)), batch=2, tokens=7)()
+    shaped_call(lambda ids_BS, mask_BS: seen.append((ids_BS, mask_BS)), 2, 7, vocabulary=50)()
     (ids_BS, mask_BS), (again_BS, _) = seen
     assert ids_BS.shape == (2, 7)
     assert mask_BS.all()
+    assert ids_BS.max() < 50
     assert np.array_equal(ids_BS, again_BS)
