@@ -23,7 +23,7 @@ demo: install
 	$(BIN)/compressor build --task sst2 --recipe laptop --export onnx --out $(RUN) --repository $(REPOSITORY)
 	@mkdir -p $(RUN)/benchmarks
 	@set -e; $(BIN)/compressor serve $(REPOSITORY) --log $(RUN)/benchmarks/triton.log > $(RUN)/benchmarks/serve.log & server=$$!; \
-	trap 'kill -INT $$server 2>/dev/null; wait $$server' EXIT; \
+	trap 'kill $$server 2>/dev/null; wait $$server' EXIT; \
 	until grep -q '^ready' $(RUN)/benchmarks/serve.log; do kill -0 $$server || exit 1; sleep 0.5; done; \
 	cat $(RUN)/benchmarks/serve.log; \
 	$(BIN)/compressor classify "a gripping film" "two hours i will never get back"; \

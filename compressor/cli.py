@@ -272,8 +272,7 @@ def serve(
 
     names = read(repository)
     server = TritonServer(repository, http_port=http_port, grpc_port=grpc_port, metrics_port=metrics_port, log=log)
-    # A service manager stops with SIGTERM; the server must end the same way as on Ctrl-C.
-    signal.signal(signal.SIGTERM, lambda number, frame: signal.raise_signal(signal.SIGINT))
+    signal.signal(signal.SIGTERM, _interrupt)
     try:
         server.start()
         server.wait_ready(timeout_s)
@@ -285,6 +284,11 @@ def serve(
         typer.echo("stopping", err=True)
     finally:
         server.stop()
+
+
+def _interrupt(number: int, frame: object) -> None:
+    """Let SIGTERM, by which service managers and scripts stop a server, end it the same way as Ctrl-C."""
+    raise KeyboardInterrupt
 
 
 @app.command()

@@ -86,11 +86,13 @@ def resolve_device(name: str) -> str:
 def launch(work: Callable[..., None], *args: Any, processes: int = 1, device: str = "auto") -> None:
     """Run `work(world, *args)` in `processes` processes that can talk to each other.
 
-    One process, or a process that torchrun already started, runs it here. Otherwise torch's elastic launcher
-    starts them on this machine; an error in one of them ends them all and is raised as CompressorError.
+    A single process is this one. Several are started on this machine by torch's elastic launcher; an error in one of
+    them ends them all and is raised as CompressorError.
     """
+    if "RANK" in os.environ:
+        raise ConfigError("torchrun started this command several times; start it once, with --processes")
     kind = resolve_device(device)
-    if processes == 1 or "RANK" in os.environ:
+    if processes == 1:
         with _joined(kind) as world:
             work(world, *args)
         return

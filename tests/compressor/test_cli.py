@@ -368,3 +368,16 @@ def test_a_port_in_use_is_said_in_a_sentence(server: Server, line: Line) -> None
     port = server.grpc.rpartition(":")[2]
     done = tiny.run("serve", line.repository, "--grpc-port", port, "--http-port", free_port())
     assert f"port {port} on 127.0.0.1 is in use; stop what holds it" in sentence(done)
+
+
+@pytest.mark.triton
+def test_a_server_started_by_a_script_ends_on_sigterm(line: Line) -> None:
+    flags = [part for name in ("http", "grpc", "metrics") for part in (f"--{name}-port", free_port())]
+    # A shell without job control starts what it sends to the background with SIGINT ignored.
+    program = ["sh", "-c", "trap '' INT; exec \"$@\"", "sh", *tiny.command("serve", line.repository, *flags)]
+    process = subprocess.Popen(program, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    assert process.stdout is not None
+    assert process.stdout.readline().startswith(b"ready")
+    process.terminate()
+    _, heard = process.communicate(timeout=60)
+    assert (process.returncode, heard) == (0, b"stopping\n")

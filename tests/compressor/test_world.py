@@ -100,3 +100,9 @@ def test_a_failure_that_is_no_error_of_ours_is_logged_with_its_traceback(
 
 def test_processes_that_were_killed_leave_no_reason(tmp_path: Path) -> None:
     assert _first_reason(tmp_path) is None
+
+
+def test_a_command_that_torchrun_multiplied_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "0")
+    with pytest.raises(ConfigError, match="start it once, with --processes"):
+        launch(print, device="cpu")
