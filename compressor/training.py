@@ -55,8 +55,8 @@ def fit(
 ) -> dict[str, Any]:
     """Train `module`, whose forward pass maps a `Tensors` batch to a dictionary of loss terms that are summed.
 
-    `validate` measures it at the start and `validations_per_epoch` times in each epoch (higher is better); the best
-    state is kept at the end, or the last one without it. `folder` holds the checkpoint: a run that was killed goes on
+    `validate` measures it `validations_per_epoch` times in each epoch (higher is better); the best state is kept at
+    the end, or the last one without it. `folder` holds the checkpoint: a run that was killed goes on
     from there and, on a CPU, ends with the same weights. Returns the history: steps, precision, and mean terms and
     validation metric between validations.
     """
@@ -67,12 +67,7 @@ def fit(
     scaler = torch.amp.GradScaler(world.device.type, enabled=_precision(world) == torch.float16)
     state = _State(module, optimizer, scaler, folder)
     step, history, best = state.load()
-    if not history:
-        history = {"steps": steps, "precision": str(_precision(world)).removeprefix("torch."), "epochs": []}
-        if validate is not None:
-            history["at_start"] = best = validate()
-            if world.is_leader:
-                state.save_best()
+    history = history or {"steps": steps, "precision": str(_precision(world)).removeprefix("torch."), "epochs": []}
     wrapped = nn.parallel.DistributedDataParallel(module) if world.size > 1 else module
     totals, saved_at = dict[str, Tensor](), time.monotonic()
     progress = Progress("train", total=steps, start=step, visible=world.is_leader)
