@@ -265,11 +265,11 @@ def _confidence(logits_NC: Logits) -> NDArray[np.float64]:
 
 
 def _stages(artifacts: Mapping[str, Artifact]) -> list[dict[str, Any]]:
-    names = {found.content: name for name, found in artifacts.items()}
+    names = {found.manifest["key"]: name for name, found in artifacts.items()}  # two may have the same content
     rows = []
     for name, found in artifacts.items():
         facts = found.manifest
-        parents = dict.fromkeys(names.get(parent["content"], role) for role, parent in facts["parents"].items())
+        parents = dict.fromkeys(names.get(parent["key"], role) for role, parent in facts["parents"].items())
         row = {"stage": name, "made_from": list(parents), "duration_s": facts["seconds"]}
         rows.append({**row, "peak_memory_gb": facts["peak_memory_gb"], "finished": facts["finished"]})
     return rows

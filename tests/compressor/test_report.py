@@ -99,7 +99,7 @@ def _seal(
         "kind": kind,
         "key": f"key of {name}",
         "content": f"content of {name}",
-        "parents": {f"role {parent}": {"key": "", "content": f"content of {parent}"} for parent in parents or []},
+        "parents": {f"role {parent}": {"key": f"key of {parent}", "content": ""} for parent in parents or []},
         "section": section or {},
         "metrics": metrics,
         "seconds": 12.3,
