@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from safetensors import safe_open
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from compressor.config import Optimisation
@@ -116,7 +116,7 @@ def _precision(world: World) -> torch.dtype:
     """bf16 where the hardware computes in it, fp16 on older GPUs, fp32 on other CPUs."""
     if world.device.type == "cuda":
         return torch.bfloat16 if torch.cuda.is_bf16_supported() else torch.float16
-    if not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
+    if not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]  # torch's gap
         return torch.float32
     return torch.bfloat16 if torch.ops.mkldnn._is_mkldnn_bf16_supported() else torch.float32
 
@@ -154,7 +154,7 @@ def _update(
 ) -> None:
     for group in optimizer.param_groups:
         group["lr"] = rate
-    scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
+    scaler.scale(loss).backward()  # type: ignore[no-untyped-call]  # torch's gap
     scaler.unscale_(optimizer)
     nn.utils.clip_grad_norm_(module.parameters(), CLIP_NORM)
     scaler.step(optimizer)
@@ -214,7 +214,7 @@ class _State:
         weights = dict[str, Tensor]()
         with safe_open(self._file, framework="pt") as file:
             facts = json.loads(file.metadata()["facts"])
-            for name in file.keys():  # noqa: SIM118  (not a mapping)
+            for name in file.keys():  # noqa: SIM118  (safe_open has keys() and cannot be iterated)
                 part, _, rest = name.partition(".")
                 if part == "model":
                     weights[rest] = file.get_tensor(name)
@@ -233,8 +233,7 @@ class _State:
 
     def load_best(self, world: World) -> None:
         world.barrier()
-        with safe_open(self._best, framework="pt") as file:
-            self._module.load_state_dict({name: file.get_tensor(name) for name in file.keys()})  # noqa: SIM118
+        self._module.load_state_dict(load_file(self._best))
 
 
 def _save(tensors: dict[str, Tensor], path: Path, metadata: dict[str, str]) -> None:

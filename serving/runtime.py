@@ -166,11 +166,12 @@ class TritonServer:
         process, self._process = self._process, None
         if process is None:
             return
+        assert process.stdin is not None  # start() asked for a pipe
         # Closing the pipe is the whole order: from here the supervisor stops the server, whatever happens to us.
         with contextlib.suppress(OSError):
             # A word as well: a fork of this process that lives on may still hold the pipe open.
-            os.write(process.stdin.fileno(), b".")  # type: ignore[union-attr]
-        process.stdin.close()  # type: ignore[union-attr]
+            os.write(process.stdin.fileno(), b".")
+        process.stdin.close()
         try:
             process.wait(_GRACE_S + 5)
         except subprocess.TimeoutExpired:

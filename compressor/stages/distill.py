@@ -235,6 +235,7 @@ def teacher_logits(
     if not world.broadcast(done.is_file()):
         shape = (len(examples), teacher.config.num_labels)
         if world.is_leader:
+            # numpy gives open_memmap no type hints.
             np.lib.format.open_memmap(partial, mode="w+", dtype=np.float32, shape=shape).flush()  # type: ignore[no-untyped-call]
         world.barrier()
         logits_NC = np.lib.format.open_memmap(partial, mode="r+")  # type: ignore[no-untyped-call]

@@ -51,9 +51,8 @@ def test_cores_are_capped_by_the_quota(tmp_path: Path, monkeypatch: pytest.Monke
     assert available_cores() == cores
 
 
-def test_a_missing_device_is_refused() -> None:
-    if torch.cuda.is_available():
-        pytest.skip("this machine has one")
+def test_a_missing_device_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert resolve_device("auto") == "cpu"
     with pytest.raises(ConfigError, match=r"--device is cuda, and PyTorch sees no CUDA device here; use --device cpu"):
         resolve_device("cuda")
