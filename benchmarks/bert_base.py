@@ -36,14 +36,14 @@ def against_bert_base(
     import torch
     from transformers import BertConfig, BertForSequenceClassification
 
-    from compressor.models import load_tokenizer
+    from compressor.checkpoints import load_tokenizer
 
     run = open_run(run_folder)
     torch.set_num_threads(threads)
     torch.manual_seed(seed)
     context = report.context(command=command, seed=seed, threads=threads)
     # The library's defaults are bert-base-uncased: 12 layers of 768, 12 heads, 30,522 words.
-    base = BertForSequenceClassification(BertConfig(num_labels=len(run.task.labels)))
+    base = BertForSequenceClassification(BertConfig(num_labels=run.task.outputs))
     vocabulary = min(base.config.vocab_size, len(load_tokenizer(run.int8.path)))
     student_file = run.int8.path / MODEL_FILE
     predictors: dict[str, Predictor] = {
@@ -77,7 +77,7 @@ def against_bert_base(
 
 def exported_size(model: Any, run: Run) -> int:
     """Bytes of `model` exported to ONNX in fp32, as the export stage does it."""
-    from compressor.models import load_tokenizer
+    from compressor.checkpoints import load_tokenizer
     from compressor.stages.export import export_onnx
 
     log.info("exporting BERT-base to ONNX ...")

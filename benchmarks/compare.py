@@ -21,6 +21,7 @@ from benchmarks.local import (
 )
 from benchmarks.report import Table, number, percentiles, ratio
 from benchmarks.runs import open_run
+from compressor.evaluate import METRIC_NAMES
 
 THROUGHPUT = f"throughput_batch_{THROUGHPUT_BATCH}_texts_per_s"
 IN_PROCESS = (
@@ -48,6 +49,7 @@ def compare(
     result = {
         "benchmark": "compare",
         "task": run.task.name,
+        "metric": METRIC_NAMES[run.task.metric],
         "run": str(run_folder),
         "repository": None if url else str(root),
         "url": url,
@@ -58,7 +60,7 @@ def compare(
     with tempfile.TemporaryDirectory() as scratch:
         systems = load_systems(run, threads, Path(scratch))
         logits = test_logits(systems)
-        result["in_process"] = measure_systems(systems, logits, effort, seed)
+        result["in_process"] = measure_systems(systems, run.task, logits, effort, seed)
         result["tokenizer"] = time_tokenizer(run, effort, seed)
         del systems  # their threads and memory; the server gets the machine to itself
     with served.server(root, url) as grpc_url:
@@ -119,33 +121,41 @@ def tables(result: Mapping[str, Any]) -> list[Table]:
     ]
     header = ["system", *(shape.replace("_", " ") for shape in shapes), f"texts/s, batches of {THROUGHPUT_BATCH}"]
     return [
-        _accuracy_table(result),
+        _quality_table(result),
         Table("In process, p50 / p95 / p99 in ms", header, latency),
         Table("Served, gRPC", ["model", "clients", "p50 / p95 / p99 ms", "requests/s", "failures"], loads),
         _ratio_table(result["ratios"]),
     ]
 
 
-def _accuracy_table(result: Mapping[str, Any]) -> Table:
+def _quality_table(result: Mapping[str, Any]) -> Table:
     rows = []
     facts: Mapping[str, Any]
     for name, facts in result["in_process"].items():
-        rows.append([name.replace("_", " "), *_accuracy(facts["test"]), number(facts["size_bytes"] / 1e6, 1)])
+        rows.append([name.replace("_", " "), *_quality(facts["test"]), number(facts["size_bytes"] / 1e6, 1)])
     for name, facts in result["served"].items():
-        rows.append([f"{name} served", *_accuracy(facts["test"]), report.MISSING])
-    header = ["system", "test accuracy %", "95 % interval", "rows", "agrees with teacher %", "McNemar p", "file MB"]
-    return Table("Accuracy on the test rows, and size", header, rows)
+        rows.append([f"{name} served", *_quality(facts["test"]), report.MISSING])
+    header = [
+        "system",
+        f"test {result['metric']} x 100",
+        "95 % interval",
+        "rows",
+        "agrees with teacher %",
+        "McNemar p",
+        "file MB",
+    ]
+    return Table("Quality on the test rows, and size", header, rows)
 
 
-def _accuracy(test: Mapping[str, Any]) -> list[str]:
+def _quality(test: Mapping[str, Any]) -> list[str]:
     low, high = test["interval_95"]
     against = test.get("against_teacher")
     return [
-        number(100 * test["accuracy"]),
+        number(100 * test["score"]),
         f"{100 * low:.2f} to {100 * high:.2f}",
         str(test["rows"]),
         number(100 * against["agreement"]) if against else report.MISSING,
-        f"{against['p_value']:.3g}" if against else report.MISSING,
+        f"{against['p_value']:.3g}" if against and "p_value" in against else report.MISSING,
     ]
 
 

@@ -44,7 +44,7 @@ class Answered:
     """From the first request sent to the last answer."""
 
 
-def closed_loop(load: Load, texts: Sequence[str]) -> Answered:
+def closed_loop(load: Load, texts: Sequence[str | tuple[str, str]]) -> Answered:
     """Send `texts` in a seeded order per client until the time is over. Raises ServingError if the warm-up fails."""
     with ExitStack() as stack:
         clients = [stack.enter_context(Client(load.url, model=load.model)) for _ in range(load.concurrency)]
@@ -64,7 +64,7 @@ def closed_loop(load: Load, texts: Sequence[str]) -> Answered:
     return Answered(times_ms, [failure for part in parts for failure in part.failures], seconds)
 
 
-def _send(client: Client, texts: Sequence[str], end: float) -> Answered:
+def _send(client: Client, texts: Sequence[str | tuple[str, str]], end: float) -> Answered:
     """One client: text after text, from the start again after the last, until `end`."""
     answered = Answered()
     number = 0

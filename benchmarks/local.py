@@ -13,13 +13,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from benchmarks.runs import Run
-from compressor.dataset import Encoded, encode, read_examples
-from compressor.evaluate import MODEL_FILE, OnnxPredictor, Predictor, TorchPredictor, measure, predict
+from compressor.dataset import Encoded, encode, read_examples, texts_of
+from compressor.evaluate import MODEL_FILE, Logits, OnnxPredictor, Predictor, TorchPredictor, measure, paired, predict
 from compressor.latency import Call, shaped_call, summary, time_in_turns
-from compressor.statistics import paired
+from compressor.tasks import Task
 
 TEACHER, STUDENT = "teacher_pytorch", "student_int8"
 SHAPES = ((1, 32), (8, 32), (32, 32))  # batch, tokens
@@ -67,7 +66,7 @@ def load_systems(run: Run, threads: int, scratch: Path) -> dict[str, System]:
     """Teacher and student in every form, each with `threads` threads; `scratch` takes the encoded texts."""
     import torch
 
-    from compressor.models import load_classifier, load_tokenizer
+    from compressor.checkpoints import load_classifier, load_tokenizer
 
     torch.set_num_threads(threads)
 
@@ -96,9 +95,9 @@ def load_systems(run: Run, threads: int, scratch: Path) -> dict[str, System]:
 
 
 def measure_systems(
-    systems: Mapping[str, System], logits: Mapping[str, NDArray[np.float32]], effort: Effort, seed: int
+    systems: Mapping[str, System], task: Task, logits: Mapping[str, Logits], effort: Effort, seed: int
 ) -> dict[str, dict[str, Any]]:
-    """By system: size, accuracy on the test rows (from `logits`), latency and throughput."""
+    """By system: size, the task's metric on the test rows (from `logits`), latency and throughput."""
     latency = {"real_texts_batch_1": _real_calls(systems, 1, seed)}
     for batch, tokens in SHAPES:
         latency[f"{batch}x{tokens}"] = {
@@ -115,10 +114,10 @@ def measure_systems(
         name: {
             "size_bytes": system.file.stat().st_size,
             "test": {
-                **measure(logits[name], system.encoded["test"].label_N),
+                **measure(task, logits[name], system.encoded["test"].label_N),
                 "against_teacher": None
                 if system is teacher
-                else paired(logits[TEACHER], logits[name], teacher.encoded["test"].label_N),
+                else paired(task, logits[TEACHER], logits[name], teacher.encoded["test"].label_N),
             },
             "latency": {what: summary(times[what][name]) for what in times},
             f"throughput_batch_{THROUGHPUT_BATCH}_texts_per_s": throughput(batches[name], THROUGHPUT_BATCH),
@@ -127,7 +126,7 @@ def measure_systems(
     }
 
 
-def test_logits(systems: Mapping[str, System]) -> dict[str, NDArray[np.float32]]:
+def test_logits(systems: Mapping[str, System]) -> dict[str, Logits]:
     """Logits (N, C) of each system on the test rows."""
     return {name: predict(system.predictor, system.encoded["test"]) for name, system in systems.items()}
 
@@ -144,12 +143,12 @@ def time_tokenizer(run: Run, effort: Effort, seed: int) -> dict[str, Any]:
     tokenizer = Tokenizer.from_file(str(run.int8.path / "tokenizer.json"))
     texts = validation_texts(run)
     order = itertools.cycle(np.random.default_rng(seed).permutation(len(texts)).tolist())
-    return summary(effort.time({"tokenizer": lambda: tokenizer.encode(texts[next(order)])}, seed)["tokenizer"])
+    return summary(effort.time({"tokenizer": lambda: tokenizer.encode(*texts[next(order)])}, seed)["tokenizer"])
 
 
-def validation_texts(run: Run) -> list[str]:
-    """The validation texts as they were read."""
-    return list(read_examples(run.corpus.path / "validation.arrow")["text"])
+def validation_texts(run: Run) -> list[tuple[str, ...]]:
+    """The validation texts as they were read: one or two of each row."""
+    return texts_of(read_examples(run.corpus.path / "validation.arrow"))
 
 
 def _real_calls(systems: Mapping[str, System], batch: int, seed: int) -> dict[str, Call]:
@@ -161,10 +160,6 @@ def _real_calls(systems: Mapping[str, System], batch: int, seed: int) -> dict[st
         rows = np.resize(rows, max(1, len(rows) // batch) * batch).reshape(-1, batch)
         batches = itertools.cycle([texts.batch(row_B) for row_B in rows])
 
-        def next_batch() -> object:
-            chosen = next(batches)
-            return system.predictor(chosen.input_ids_BS, chosen.mask_BS)
-
-        return next_batch
+        return lambda: system.predictor(next(batches).inputs)
 
     return {name: call(system) for name, system in systems.items()}

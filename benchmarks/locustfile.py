@@ -1,4 +1,4 @@
-"""Load on a served classifier, with real texts and sub-millisecond times.
+"""Load on a served model, with real texts or pairs and sub-millisecond times.
 
     locust -f benchmarks/locustfile.py --headless -u 16 -t 30s                       # HTTP on 127.0.0.1:8000
     locust -f benchmarks/locustfile.py --headless -u 16 -t 30s --protocol grpc       # gRPC on 127.0.0.1:8001
@@ -28,14 +28,15 @@ import math
 import random
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, NoReturn, cast
 
 import numpy as np
 
-from serving.client import Classification, Client
+from serving.client import Answer, Client, Regression
 from serving.errors import ServingError
+from serving.model import Text
 
 PERCENTILES = (50, 90, 95, 99)
 DEFAULT_TEXTS = Path("runs/sst2/1-corpus/validation.arrow")
@@ -69,7 +70,10 @@ def add_arguments(parser: Any) -> None:
     add("--batch", type=_positive, default=1, help="Texts per request. Default 1")
     add("--seed", type=int, default=0, help="Decides the order of texts of each user. Default 0")
     # Files are the business of who starts locust, not of who opens its page.
-    texts = f"Texts to send: .arrow or .jsonl with 'text' in each row, else one text a line. Default {DEFAULT_TEXTS}"
+    texts = (
+        "Texts to send: .arrow or .jsonl with 'text' in each row, and 'text_b' for pairs; .tsv with a pair a line; "
+        f"else one text a line. Default {DEFAULT_TEXTS}"
+    )
     add("--texts", default=str(DEFAULT_TEXTS), help=texts, include_in_web_ui=False)
     add("--raw", default="", help="CSV file for the time of each request", include_in_web_ui=False)
     add("--summary", default="", help="JSON file for the percentiles of the raw times", include_in_web_ui=False)
@@ -85,7 +89,7 @@ class Recorder:
     """The raw times of a run; in a distributed run the workers send theirs to the master."""
 
     def __init__(self, environment: Environment) -> None:
-        self.texts: list[str] = []
+        self.texts: list[Text] = []
         """What users send."""
         self._environment = environment
         self._options = cast(Any, environment.parsed_options)
@@ -196,26 +200,44 @@ def _line(found: dict[str, Any]) -> str:
     return f"{found['request']}: {shown}; {found['answered']} answered, {found['failures']} failures"
 
 
-def read_texts(path: Path) -> list[str]:
-    """The texts of a file. Raises ValueError if it has none, OSError if it cannot be read."""
+def read_texts(path: Path) -> list[Text]:
+    """The texts, or pairs, of a file. Raises ValueError if it has none, OSError if it cannot be read."""
     if path.suffix == ".arrow":
         import pyarrow as pa
 
         with pa.memory_map(str(path)) as file, pa.ipc.open_stream(file) as stream:
-            texts: list[str] = stream.read_all().column("text").to_pylist()
+            table = stream.read_all()
+        rows = list(zip(*(table.column(name).to_pylist() for name in _columns(table.column_names)), strict=True))
     else:
         lines = [line for line in path.read_text(encoding="utf-8").split("\n") if line.strip()]
-        texts = [json.loads(line)["text"] for line in lines] if path.suffix == ".jsonl" else lines
-    if not texts or not all(isinstance(text, str) and text.strip() for text in texts):
+        if path.suffix == ".jsonl":
+            facts = [json.loads(line) for line in lines]
+            rows = [tuple(row[name] for name in _columns(facts[0])) for row in facts]
+        else:
+            rows = [tuple(line.split("\t")) if path.suffix == ".tsv" else (line,) for line in lines]
+    if not rows or not all(isinstance(text, str) and text.strip() for row in rows for text in row):
         raise ValueError("each row must hold a text, and there must be one at least")
-    return texts
+    if path.suffix == ".tsv" and any(len(row) != 2 for row in rows):
+        raise ValueError("each line of a .tsv must hold a pair: first, tab, second")
+    return [row if len(row) == 2 else row[0] for row in rows]
 
 
-def check_answers(answers: Sequence[Classification], labels: Sequence[str], count: int) -> None:
-    """Raise WrongAnswerError unless there are `count` answers, each a known label with its probabilities."""
+def _columns(found: Container[str]) -> tuple[str, ...]:
+    return ("text", "text_b") if "text_b" in found else ("text",)
+
+
+def check_answers(answers: Sequence[Answer], labels: Sequence[str], count: int) -> None:
+    """Raise WrongAnswerError unless there are `count` answers that the model can give.
+
+    Each is a known label with its probabilities or, where there are no labels, a finite number.
+    """
     if len(answers) != count:
         raise WrongAnswerError(f"{count} texts got {len(answers)} answers")
     for answer in answers:
+        if isinstance(answer, Regression):
+            if labels or not math.isfinite(answer.value):
+                raise WrongAnswerError(f"value {answer.value} is no answer of a model with the labels {list(labels)}")
+            continue
         total = math.fsum(answer.probabilities.values())
         if answer.label not in labels:
             raise WrongAnswerError(f"label {answer.label!r} is none of {list(labels)}")
@@ -226,7 +248,7 @@ def check_answers(answers: Sequence[Classification], labels: Sequence[str], coun
 
 
 class ClassifierUser(User):
-    """Asks for the labels of real texts, one request after the other."""
+    """Sends real texts, one request after the other."""
 
     abstract = True
     wait_time = constant(0)
@@ -312,10 +334,15 @@ def prepare(environment: Environment, **_: Any) -> None:
         for protocol in {kind.protocol for kind in environment.user_classes if issubclass(kind, ClassifierUser)}:
             try:
                 with recorder.connect(protocol) as client:
-                    labels = client.labels
+                    labels, is_pair = client.labels, client.is_pair
             except ServingError as error:
                 _leave(str(error))
-            log.info("%s answers %s", options.model, ", ".join(labels))
+            if isinstance(recorder.texts[0], tuple) != is_pair:
+                wanted = "pairs" if is_pair else "single texts"
+                _leave(
+                    f"model {options.model} reads {wanted}, which --texts {options.texts} does not hold; name another"
+                )
+            log.info("%s answers %s", options.model, ", ".join(labels) or "numbers")
 
 
 def _leave(sentence: str) -> NoReturn:

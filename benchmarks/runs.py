@@ -9,9 +9,10 @@ from pathlib import Path
 from compressor import artifact
 from compressor.artifact import Artifact
 from compressor.config import BuildConfig
+from compressor.dataset import task_of
 from compressor.errors import ArtifactError
 from compressor.pipeline import RUN_FILE
-from compressor.tasks import Task, find_task
+from compressor.tasks import Task
 
 REMEDY = "run `compressor build` to its end first"
 
@@ -33,17 +34,22 @@ class Run:
     """None if the build was not published."""
 
 
+def read_config(path: Path) -> BuildConfig:
+    """The recipe that the build in `path` was made with. Raises ArtifactError if it is no run folder."""
+    try:
+        facts = json.loads((path / RUN_FILE).read_text(encoding="utf-8"))
+        return BuildConfig.model_validate(facts["config"])
+    except (OSError, ValueError, KeyError) as error:
+        what = f"cannot be read ({type(error).__name__})" if (path / RUN_FILE).exists() else "is missing"
+        raise ArtifactError(f"--run {path} is no run folder: {path / RUN_FILE} {what}; {REMEDY}") from error
+
+
 def open_run(path: Path) -> Run:
     """The build in `path`, every file checked against its hash.
 
     Raises ArtifactError if it is missing or unfinished, or if its stages come from different builds.
     """
-    try:
-        facts = json.loads((path / RUN_FILE).read_text(encoding="utf-8"))
-        config = BuildConfig.model_validate(facts["config"])
-    except (OSError, ValueError, KeyError) as error:
-        what = f"cannot be read ({type(error).__name__})" if (path / RUN_FILE).exists() else "is missing"
-        raise ArtifactError(f"--run {path} is no run folder: {path / RUN_FILE} {what}; {REMEDY}") from error
+    config = read_config(path)
     found = _by_kind(path)
     corpus, teacher, student, onnx, int8 = (
         _required(found, kind, path) for kind in ("examples", "teacher", "student", "onnx", "int8")
@@ -55,7 +61,7 @@ def open_run(path: Path) -> Run:
         _check_parents(publication, {"int8": int8, "onnx": onnx})
     return Run(
         path=path,
-        task=find_task(config.task.name),
+        task=task_of(corpus),
         max_tokens=config.max_tokens,
         corpus=corpus,
         teacher=teacher,

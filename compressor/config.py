@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
+import re
 import tomllib
 from importlib import resources
 from pathlib import Path
+from string import Template
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from compressor.errors import ConfigError, nearest
-from compressor.tasks import find_task
+from compressor.tasks import Task, find_task
 
 Fraction = Annotated[float, Field(ge=0, le=1)]
 Positive = Annotated[int, Field(ge=1)]
 Rate = Annotated[float, Field(gt=0, lt=1)]
 
-STUDENT_INITS = ("project", "teacher-layers", "random")
+STUDENT_INITS = ("project", "teacher-layers", "random", "general")
 RECIPES = ("auto", "laptop", "paper")
 
 
@@ -26,21 +28,73 @@ class Section(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
 
+Metric = Literal["accuracy", "f1", "matthews", "pearson", "spearman"]
+REGRESSION_METRICS = ("pearson", "spearman")
+OWN_MAX_TOKENS = 128
+
+
 class TaskConfig(Section):
-    """Which task, and how long its texts may be."""
+    """A GLUE task by name, or the user's own: then `columns` and `label` say what its files look like."""
 
-    name: str
-    """A row of `compressor tasks`."""
+    name: Annotated[str, Field(pattern=r"^[a-z][a-z0-9_]*$")]
+    """A row of `compressor tasks`, or a name for the user's own."""
     max_tokens: Annotated[int, Field(ge=8, le=512)] | None = None
-    """Longest input in word pieces; the task's own limit if not given."""
+    """Longest input in word pieces; if not given, the task's own limit, or 128."""
+    columns: Annotated[tuple[str, ...], Field(min_length=1, max_length=2, strict=False)] | None = None
+    """One or two text columns of the user's files."""
+    label: str | None = None
+    """The column of the user's files that holds the label, or the number to predict."""
+    labels: Annotated[tuple[str, ...], Field(min_length=2, strict=False)] | None = None
+    """Names of the user's labels; if not given, those that the training file holds, in alphabetical order."""
+    metric: Metric = "accuracy"
+    """What the user's models are chosen by; `pearson` and `spearman` make it a regression."""
 
-    @field_validator("name")
-    @classmethod
-    def _name_is_known(cls, name: str) -> str:
+    @model_validator(mode="after")
+    def _is_known_or_described(self) -> TaskConfig:
         try:
-            return find_task(name).name
+            known = find_task(self.name)
         except ConfigError as error:
-            raise ValueError(str(error)) from error  # pydantic puts it beside the other mistakes
+            if self.columns is None:  # pydantic puts it beside the other mistakes
+                raise ValueError(f"{error}; a task of your own needs columns and label") from error
+        else:
+            if (self.columns, self.label, self.labels, self.metric) != (None, None, None, "accuracy"):
+                raise ValueError(f"{known.name!r} is a GLUE task with its own columns; give your own another name")
+            return self
+        if self.label is None:
+            raise ValueError("label is missing: the column that holds the label")
+        if len({*self.columns, self.label}) < len(self.columns) + 1:
+            raise ValueError(f"columns are {list(self.columns)} and label is {self.label!r}; they must all differ")
+        if self.labels is not None and self.is_regression:
+            raise ValueError(f"metric {self.metric!r} is for numbers, and labels are given; drop one of them")
+        if self.labels is not None and len({label.strip().casefold() for label in self.labels}) < len(self.labels):
+            raise ValueError(f"labels are {list(self.labels)}; they must differ in more than case")
+        return self
+
+    @property
+    def is_own(self) -> bool:
+        """Whether this is a task of the user's own."""
+        return self.columns is not None
+
+    @property
+    def is_regression(self) -> bool:
+        """Whether a task of the user's own predicts a number."""
+        return self.metric in REGRESSION_METRICS
+
+    def row(self) -> Task:
+        """The task. Raises ConfigError if the labels of the user's own are not known yet."""
+        if self.columns is None:
+            return find_task(self.name)
+        assert self.label is not None
+        if self.labels is None and not self.is_regression:
+            raise ConfigError(f"task.labels of {self.name!r} are not known; list them in the recipe's [task]")
+        return Task(
+            name=self.name,
+            columns=tuple((column,) for column in self.columns),
+            label_columns=(self.label,),
+            labels=self.labels or (),
+            metrics=(self.metric,),
+            max_tokens=self.max_tokens or OWN_MAX_TOKENS,
+        )
 
 
 class CorpusConfig(Section):
@@ -77,6 +131,9 @@ class AugmentConfig(Section):
     """Masked language model for words that are one word piece; none = word vectors for every word."""
 
 
+Precision = Literal["auto", "fp32", "bf16", "fp16"]
+
+
 class Optimisation(Section):
     """What every training stage needs to know."""
 
@@ -92,6 +149,10 @@ class Optimisation(Section):
     """Share of the steps over which the learning rate rises from 0."""
     weight_decay: Fraction = 0.01
     """Decoupled weight decay; biases and LayerNorm have none."""
+    precision: Precision = "auto"
+    """Arithmetic of the forward pass; `auto`: bf16 where the hardware has it, else fp16 on a GPU and fp32 on a CPU."""
+    accumulate: Positive = 1
+    """Parts that each process cuts its rows of a step into, to need less memory; the result is the same."""
 
 
 class FinetuneConfig(Optimisation):
@@ -111,16 +172,53 @@ class StudentConfig(Section):
     heads: Positive = 12
     intermediate: Positive = 1200
     init: str = "project"
-    """`project`, `teacher-layers`, `random`, or the source of a general student."""
+    """`project`, `teacher-layers`, `random`, `general` (the recipe's [general]), or the source of a general student."""
+    layer_map: Annotated[tuple[Positive, ...], Field(strict=False)] | None = None
+    """Teacher layer, from 1, that each student layer learns from; if not given, the last of each of equal parts."""
 
     @model_validator(mode="after")
-    def _heads_divide_hidden(self) -> StudentConfig:
+    def _fits_together(self) -> StudentConfig:
         if self.hidden % self.heads:
             raise ValueError(f"hidden is {self.hidden}; it must be a multiple of heads ({self.heads})")
+        if self.layer_map is not None:
+            if len(self.layer_map) != self.layers:
+                raise ValueError(
+                    f"layer_map has {len(self.layer_map)} entries; it needs one for each of {self.layers} layers"
+                )
+            if list(self.layer_map) != sorted(set(self.layer_map)):
+                raise ValueError(f"layer_map is {list(self.layer_map)}; its entries must rise")
         return self
 
 
-class DistillConfig(Optimisation):
+class Imitation(Optimisation):
+    """How a student learns a teacher's inside: TinyBERT's embedding, hidden and attention terms."""
+
+    attention: Literal["scores", "relations"] = "scores"
+    """Scores before softmax, head by head (TinyBERT), or relations of queries, keys and values (MiniLMv2)."""
+    relation_heads: Positive = 12
+    """Heads that both models' widths are cut into for relations."""
+    projection: Literal["per-layer", "shared"] = "per-layer"
+    """Maps from the student's to the teacher's width: one for each layer (the paper) or one for all (its code)."""
+    normalisation: Literal["tokens", "published"] = "tokens"
+    """Means over real tokens, or as the published code has them: padding included, cross-entropy over classes too."""
+
+
+class GeneralConfig(Imitation):
+    """General distillation: a pretrained teacher's inside, learnt on any text."""
+
+    source: str
+    """Text: `package:`, `hub:`, or the path of .txt (a document a line), .tsv, .csv, .jsonl or .parquet files."""
+    column: str = "text"
+    """The column that holds the text in files that have columns."""
+    teacher: str | None = None
+    """Pretrained encoder to learn from; finetune.base if not given."""
+    init: Literal["project", "teacher-layers", "random"] = "random"
+    """What the general student starts from."""
+    block_tokens: Annotated[int, Field(ge=8, le=512)] = 128
+    """Length of the blocks that the text is packed into, [CLS] and [SEP] included."""
+
+
+class DistillConfig(Imitation):
     """One stage of distillation."""
 
     objective: Literal["intermediate", "prediction"]
@@ -169,6 +267,7 @@ class BuildConfig(Section):
     corpus: CorpusConfig
     augment: AugmentConfig | None = None
     finetune: FinetuneConfig
+    general: GeneralConfig | None = None
     student: StudentConfig
     distill: Annotated[tuple[DistillConfig, ...], Field(min_length=1, strict=False)]
     export: ExportConfig = ExportConfig()
@@ -178,14 +277,41 @@ class BuildConfig(Section):
     @property
     def max_tokens(self) -> int:
         """Longest input in word pieces."""
-        return self.task.max_tokens or find_task(self.task.name).max_tokens
+        return self.task.max_tokens or self.task.row().max_tokens
+
+    @model_validator(mode="after")
+    def _sections_fit_together(self) -> BuildConfig:
+        is_regression = self.task.is_regression if self.task.is_own else find_task(self.task.name).is_regression
+        if self.augment is not None and is_regression:
+            raise ValueError(
+                f"{self.task.name} is a regression, and [augment] would copy scores to changed texts; drop it"
+            )
+        if self.student.init == "general" and self.general is None:
+            raise ValueError('student.init is "general" and the recipe has no [general]; add one')
+        return self
 
 
 def recipe_text(task: str, recipe: str) -> str:
-    """The TOML text of a recipe that comes with the package."""
-    find_task(task)
+    """The TOML text of a recipe that comes with the package, for one task."""
+    known = find_task(task)
     folder = resources.files("compressor") / "recipes"
-    return (folder / f"{task}-{recipe}.toml").read_text(encoding="utf-8")
+    text, table = ((folder / f"{name}.toml").read_text(encoding="utf-8") for name in (recipe, "tasks"))
+    settings = tomllib.loads(table)[task]
+    text = Template(text).substitute(known.model_dump() | settings)
+    if known.is_regression:
+        why = "a changed text would keep its original's score; the paper has copies in its first stage only"
+        text = _replaced(text, "augment", f"# No [augment]: {why}.")
+    elif recipe == "laptop" and not settings["copies"]:
+        text = _replaced(text, "augment", "# No [augment]: there are rows enough.")
+    if recipe == "laptop" and task != "sst2":  # nothing comes with the package or from the index
+        source = '# source = "FOLDER"  # with train, dev and test files; or give --data FOLDER'
+        text = _replaced(text, "corpus", f"[corpus]\n{source}\nvalidation = {settings['validation']}")
+    return text
+
+
+def _replaced(text: str, section: str, lines: str) -> str:
+    """A recipe's text with other lines in the place of a section."""
+    return re.sub(rf"^\[{section}\]\n(?:.+\n)+", f"{lines}\n", text, flags=re.MULTILINE)
 
 
 def read_recipe(text: str, overrides: tuple[str, ...] = (), *, name: str) -> BuildConfig:
@@ -225,7 +351,7 @@ def load_recipe(task: str | None, recipe: str, overrides: tuple[str, ...] = ()) 
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"recipe file {recipe} cannot be read: {error}") from error
     config = read_recipe(text, overrides, name=recipe)
-    if task is not None and config.task.name != find_task(task).name:
+    if task not in (None, config.task.name):
         raise ConfigError(f"recipe {recipe} is for task {config.task.name!r}, not {task!r}; drop --task or change one")
     return config
 
@@ -260,7 +386,8 @@ def _sentence(item: Any) -> str:
     if item["type"] == "extra_forbidden":
         return f"unknown key {where!r}; {nearest(location[-1], _keys_beside(location))}"
     if item["type"] == "missing":
-        return f"{where} is missing"
+        remedy = "; give --data FOLDER, a folder with train, dev and test files" if where == "corpus.source" else ""
+        return f"{where} is missing{remedy}"
     message = item["msg"].removeprefix("Value error, ")
     if item["type"] == "value_error":
         return f"{where}: {message}"
@@ -274,6 +401,7 @@ def _keys_beside(location: list[str]) -> list[str]:
         "corpus": CorpusConfig,
         "augment": AugmentConfig,
         "finetune": FinetuneConfig,
+        "general": GeneralConfig,
         "student": StudentConfig,
         "distill": DistillConfig,
         "export": ExportConfig,

@@ -1,107 +1,200 @@
-"""Labelled text as memory-mapped Arrow, and encoded batches of it.
+"""Labelled texts as memory-mapped Arrow, batches of their token ids, and the order of training.
 
-Shape legend: B batch, S sequence.
+Private memory does not grow with the number of rows: rows stay on disk, and the order is computed.
+Shape legend: B batch, S sequence, N rows.
 """
 
 from __future__ import annotations
 
-import hashlib
-import json
+import itertools
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
-from datasets import Dataset, Features, Sequence, Value, disable_progress_bars
 from numpy.typing import NDArray
 
 from compressor.artifact import Artifact
+from compressor.encoding import ROWS_PER_CHUNK, encoded_file
+from compressor.errors import ArtifactError, DataError
+from compressor.shuffle import Permutation
+from compressor.tasks import Task
 from compressor.world import World
 
+if TYPE_CHECKING:
+    from datasets import Dataset
+
 ENCODED = "encoded"  # folder, beside the stages, of what was tokenized
-SPLITS = ("train", "validation", "test")
-SCHEMA = pa.schema({"text": pa.string(), "label": pa.int32(), "origin": pa.int32()})
 ROWS_PER_WRITE = 10_000
 # Batches of similar length are cut from pools of this many batches: enough to find neighbours, few enough to mix.
 POOL_BATCHES = 64
 # Libraries keep memory for every shape they meet: a few lengths instead of every one. The server pads the same way.
 PAD_MULTIPLE = 8
 
+Rows = NDArray[np.int64]
 
-def write_examples(path: Path, rows: Iterable[tuple[str, int, int]]) -> int:
-    """Stream (text, label index, number of the original row) to an Arrow file; returns how many rows."""
-    count, chunk = 0, list[tuple[str, int, int]]()
-    with pa.OSFile(str(path), "wb") as file, pa.ipc.new_stream(file, SCHEMA) as writer:
 
-        def flush() -> None:
-            columns = [
-                pa.array(list(column), type=field.type)
-                for column, field in zip(zip(*chunk, strict=True), SCHEMA, strict=True)
-            ]
-            writer.write_batch(pa.record_batch(columns, schema=SCHEMA))
-            chunk.clear()
+class Example(NamedTuple):
+    """One row of labelled text."""
 
-        for row in rows:
-            chunk.append(row)
-            count += 1
-            if len(chunk) == ROWS_PER_WRITE:
-                flush()
-        if chunk:
-            flush()
+    texts: tuple[str, ...]
+    """One text, or the two of a pair."""
+    label: float
+    """Label index, or the score of a regression."""
+    origin: int
+    """Number of the row that it was made from."""
+
+
+def write_examples(path: Path, rows: Iterable[Example], task: Task) -> int:
+    """Stream examples of a task to an Arrow file, in their order; returns how many."""
+    text_names = ("text", "text_b") if task.is_pair else ("text",)
+    label_type = pa.float32() if task.is_regression else pa.int32()
+    schema = pa.schema([*((name, pa.string()) for name in text_names), ("label", label_type), ("origin", pa.int32())])
+    count, left = 0, iter(rows)
+    with pa.OSFile(str(path), "wb") as file, pa.ipc.new_stream(file, schema) as writer:
+        while chunk := list(itertools.islice(left, ROWS_PER_WRITE)):
+            texts, labels, origins = zip(*chunk, strict=True)
+            columns = [*zip(*texts, strict=True), labels, origins]
+            arrays = [pa.array(column, type=field.type) for column, field in zip(columns, schema, strict=True)]
+            writer.write_batch(pa.record_batch(arrays, schema=schema))
+            count += len(chunk)
     return count
 
 
 def read_examples(path: Path) -> Dataset:
-    """Memory-map an Arrow file of examples: columns text, label, origin."""
+    """Memory-map an Arrow file of examples: columns text, text_b (pairs only), label, origin."""
+    from datasets import Dataset  # takes seconds to load; reports and batches do without
+
     return Dataset.from_file(str(path))
+
+
+def texts_of(examples: Dataset) -> list[tuple[str, ...]]:
+    """The texts of every row: one, or the two of a pair. For splits that fit into memory."""
+    names = [name for name in ("text", "text_b") if name in examples.column_names]
+    return list(zip(*(examples[name] for name in names), strict=True))
+
+
+def task_of(examples: Artifact) -> Task:
+    """The task whose examples an artifact holds. Raises ArtifactError if it does not say."""
+    found = examples.manifest["section"].get("task")
+    if not isinstance(found, dict):
+        raise ArtifactError(f"{examples.path} does not say which task its examples are of; run its stage again")
+    return Task.model_validate(found)
+
+
+class Inputs(NamedTuple):
+    """What a model reads, in the order of its arguments."""
+
+    input_ids_BS: NDArray[np.int64]
+    segment_BS: NDArray[np.int64]
+    """1 at tokens of the second text and the [SEP] after it, else 0."""
+    mask_BS: NDArray[np.int64]
+    """1 at a real token, 0 at padding."""
 
 
 @dataclass(frozen=True)
 class Batch:
-    """Some encoded rows, padded to the longest of them."""
+    """Some encoded rows, padded to one length."""
 
-    input_ids_BS: NDArray[np.int64]
-    mask_BS: NDArray[np.int64]
-    """1 at a real token, 0 at padding."""
-    label_B: NDArray[np.int64]
-    row_B: NDArray[np.int64]
+    inputs: Inputs
+    label_B: NDArray[Any]
+    """Label indices (int64), or scores of a regression (float32)."""
+    row_B: Rows
     """Numbers of the rows in the encoded file."""
 
 
+@dataclass(frozen=True)
+class _Chunk:
+    """Columns of some consecutive rows: views of the memory-mapped file."""
+
+    ids: NDArray[Any]
+    """Token ids of all rows, one after the other."""
+    end: NDArray[np.int32]
+    """Where each row starts in them, and where the last one ends."""
+    split: NDArray[np.uint16]
+    """Tokens of each row before its second text."""
+    label: NDArray[Any]
+
+    @staticmethod
+    def of(batch: pa.RecordBatch) -> _Chunk:
+        """The columns of a record batch as NumPy arrays, without a copy."""
+        ids = batch.column("input_ids")
+        split, label = (batch.column(name).to_numpy() for name in ("split", "label"))
+        return _Chunk(ids.values.to_numpy(), ids.offsets.to_numpy(), split, label)
+
+
+@dataclass(frozen=True)
 class Encoded:
     """Token ids of examples, memory-mapped: small integers on disk, padded only when a batch is made."""
 
-    def __init__(self, dataset: Dataset, pad_id: int) -> None:
-        self._chunks = dataset.data.column("input_ids").chunks
-        self._first_rows = np.cumsum([0, *(len(chunk) for chunk in self._chunks)])
-        self._pad_id = pad_id
-        self.length_N: NDArray[np.int64] = dataset.data.column("length").to_numpy().astype(np.int64)
-        """Tokens of each row."""
-        self.label_N: NDArray[np.int64] = dataset.data.column("label").to_numpy().astype(np.int64)
-        """Label index of each row."""
+    _chunks: tuple[_Chunk, ...]
+    _pad_id: int
+    pad_multiple: int = PAD_MULTIPLE
+    """Batches are padded to the longest row, rounded up to a multiple of this."""
+    _size: int = 0
+
+    @staticmethod
+    def open(file: Path, pad_id: int) -> Encoded:
+        """Memory-map what `encoding.encoded_file` wrote."""
+        with pa.memory_map(str(file)) as source:
+            reader = pa.ipc.open_file(source)
+            chunks = tuple(_Chunk.of(reader.get_batch(number)) for number in range(reader.num_record_batches))
+        return Encoded(chunks, pad_id)
 
     def __len__(self) -> int:
-        return len(self.length_N)
+        return sum(len(chunk.label) for chunk in self._chunks)
 
-    def batch(self, row_B: NDArray[np.int64], multiple: int = PAD_MULTIPLE) -> Batch:
-        """The rows asked for, in that order, padded to the longest, rounded up to a multiple."""
-        size = -(-int(self.length_N[row_B].max()) // multiple) * multiple
+    @property
+    def label_N(self) -> NDArray[Any]:  # noqa: N802  arrays carry shape suffixes
+        """Label index (int64) or score (float32) of every row."""
+        return _labels(np.concatenate([chunk.label for chunk in self._chunks]))
+
+    def lengths(self, row_B: Rows) -> NDArray[np.int64]:
+        """Tokens of the rows asked for, before padding."""
+        row_B = np.asarray(row_B)
+        chunk_B, place_B = np.divmod(row_B, ROWS_PER_CHUNK)
+        length_B = np.empty(len(row_B), dtype=np.int64)
+        for number in np.unique(chunk_B):
+            here = chunk_B == number
+            end, place = self._chunks[number].end, place_B[here]
+            length_B[here] = end[place + 1] - end[place]
+        return length_B
+
+    def padded_to(self, size: int) -> Encoded:
+        """The same rows in batches that are all padded to `size` tokens; no row may be longer."""
+        return replace(self, _size=size)
+
+    def batch(self, row_B: Rows) -> Batch:
+        """The rows asked for, in that order, padded to one length."""
+        row_B = np.asarray(row_B, dtype=np.int64)
+        found = [(self._chunks[row // ROWS_PER_CHUNK], row % ROWS_PER_CHUNK) for row in row_B.tolist()]
+        ids = [chunk.ids[chunk.end[place] : chunk.end[place + 1]] for chunk, place in found]
+        size = self._size or -(-max(map(len, ids)) // self.pad_multiple) * self.pad_multiple
         input_ids_BS = np.full((len(row_B), size), self._pad_id, dtype=np.int64)
-        mask_BS = np.zeros((len(row_B), size), dtype=np.int64)
-        for place, row in enumerate(row_B):
-            chunk = int(np.searchsorted(self._first_rows, row, side="right")) - 1
-            ids = self._chunks[chunk][int(row - self._first_rows[chunk])].values.to_numpy()
-            input_ids_BS[place, : len(ids)] = ids
-            mask_BS[place, : len(ids)] = 1
-        return Batch(input_ids_BS, mask_BS, self.label_N[row_B], np.asarray(row_B, dtype=np.int64))
+        for place, row_ids in enumerate(ids):
+            input_ids_BS[place, : len(row_ids)] = row_ids
+        length_B1 = np.array([len(row_ids) for row_ids in ids])[:, None]
+        split_B1 = np.array([chunk.split[place] for chunk, place in found])[:, None]
+        place_S = np.arange(size)
+        mask_BS = place_S < length_B1
+        segment_BS = mask_BS & (place_S >= split_B1)
+        inputs = Inputs(input_ids_BS, segment_BS.astype(np.int64), mask_BS.astype(np.int64))
+        return Batch(inputs, _labels(np.array([chunk.label[place] for chunk, place in found])), row_B)
 
     def batches_by_length(self, batch_size: int) -> Iterator[Batch]:
         """Every row once, neighbours of similar length: the order for inference."""
-        order = np.argsort(self.length_N, kind="stable")
-        for start in range(0, len(order), batch_size):
-            yield self.batch(order[start : start + batch_size])
+        for first in range(0, len(self), ROWS_PER_CHUNK):
+            row_W = np.arange(first, min(first + ROWS_PER_CHUNK, len(self)))
+            row_W = row_W[np.argsort(self.lengths(row_W), kind="stable")]
+            for start in range(0, len(row_W), batch_size):
+                yield self.batch(row_W[start : start + batch_size])
+
+
+def _labels(stored: NDArray[Any]) -> NDArray[Any]:
+    """Labels as models take them: indices as int64, scores as they are."""
+    return stored.astype(np.int64) if stored.dtype == np.int32 else stored
 
 
 def encode(
@@ -109,60 +202,56 @@ def encode(
 ) -> Encoded:
     """Tokenize one split of an artifact of examples, once for its content, and memory-map the result.
 
-    `tokenizer` is a fast Transformers tokenizer; ids are stored as uint16 where the vocabulary allows. `cache` is the
-    folder of encoded files. In a `world` of several processes the leader writes and the others map what it wrote.
+    `tokenizer` is a fast Transformers tokenizer of the BERT family; `cache` is the folder of encoded files. In a
+    `world` of several processes the leader writes and the others map what it wrote.
     """
-    name = hashlib.sha256(f"{examples.content} {split} {_identity(tokenizer)} {max_tokens}".encode()).hexdigest()[:24]
-    cache.mkdir(parents=True, exist_ok=True)
-    arguments = examples.path / f"{split}.arrow", tokenizer, max_tokens, cache / f"{name}.arrow"
-    if world is None or world.size == 1:
-        return _encode(*arguments)
-    encoded = _encode(*arguments) if world.is_leader else None
-    world.barrier()
-    return encoded or _encode(*arguments)
+    arguments = examples.path / f"{split}.arrow", f"{examples.content} {split}", tokenizer, max_tokens, cache
+    file = encoded_file(*arguments) if world is None or world.is_leader else None
+    if world is not None:
+        world.barrier()
+    # A process on another machine, with a disk of its own, makes the file there.
+    return Encoded.open(file or encoded_file(*arguments), tokenizer.pad_token_id)
 
 
-def _identity(tokenizer: Any) -> str:
-    """Hash of what the tokenizer does to a text, without the padding and truncation it happens to be set to."""
-    rules = json.loads(tokenizer.backend_tokenizer.to_str())
-    return hashlib.sha256(json.dumps(rules | {"padding": None, "truncation": None}).encode()).hexdigest()
-
-
-def _encode(path: Path, tokenizer: Any, max_tokens: int, target: Path) -> Encoded:
-    width = "uint16" if len(tokenizer) <= np.iinfo(np.uint16).max else "int32"
-    features = Features({"input_ids": Sequence(Value(width)), "length": Value("uint16"), "label": Value("int32")})
-
-    def tokenize(rows: dict[str, list[Any]]) -> dict[str, list[Any]]:
-        ids = tokenizer(rows["text"], truncation=True, max_length=max_tokens, return_attention_mask=False)["input_ids"]
-        return {"input_ids": ids, "length": [len(row) for row in ids], "label": rows["label"]}
-
-    disable_progress_bars()
-    dataset = read_examples(path).map(
-        tokenize,
-        batched=True,
-        batch_size=ROWS_PER_WRITE,
-        features=features,
-        remove_columns=["text", "origin"],
-        cache_file_name=str(target),
-        new_fingerprint=target.stem,
-    )
-    return Encoded(dataset, tokenizer.pad_token_id)
-
-
-def training_order(
-    length_N: NDArray[np.int64], *, batch_size: int, seed: int, epoch: int, rank: int = 0, size: int = 1
-) -> list[NDArray[np.int64]]:
+class TrainingOrder:
     """Row numbers of one rank's batches of one epoch: shuffled, with rows of similar length together.
 
-    `batch_size` counts rows over all ranks. Every rank gets the same number of batches, so that no rank waits for
-    another at the end; where the last batch has fewer rows than there are ranks, rows of it are seen twice.
+    `batch_size` counts rows over all ranks. Batches of every world size are the same: their number is the number of
+    rows / `batch_size`, rounded down (one if there are fewer rows), and the rest is spread evenly over them, so that
+    no batch has fewer rows than any number of ranks up to `batch_size`. Every row comes once. Only a pool of
+    POOL_BATCHES batches is in memory at a time. Raises DataError if a rank would get no row.
     """
-    random = np.random.default_rng([seed, epoch])
-    order = random.permutation(len(length_N))
-    batches = list[NDArray[np.int64]]()
-    for start in range(0, len(order), batch_size * POOL_BATCHES):
-        pool = order[start : start + batch_size * POOL_BATCHES]
-        pool = pool[np.argsort(length_N[pool], kind="stable")]
-        batches += [pool[first : first + batch_size] for first in range(0, len(pool), batch_size)]
-    mixed = [batches[index] for index in random.permutation(len(batches))]
-    return [np.resize(batch, max(len(batch), size))[rank::size] for batch in mixed]
+
+    def __init__(
+        self, encoded: Encoded, *, batch_size: int, seed: int, epoch: int, rank: int = 0, size: int = 1
+    ) -> None:
+        self._count = len(encoded)
+        self._batches = max(1, self._count // batch_size)
+        if size > self._count // self._batches:
+            raise DataError(
+                f"a batch has {self._count // self._batches} rows, fewer than the {size} processes that share it; "
+                "use fewer processes or a larger batch_size"
+            )
+        self._encoded = encoded
+        self._seed = seed, epoch
+        self._share = slice(rank, None, size)
+        self._row = Permutation(self._count, self._seed)
+
+    def __len__(self) -> int:
+        return self._batches
+
+    def batches(self, first: int = 0) -> Iterator[Rows]:
+        """The rank's rows of each batch, from the `first`-th on."""
+        for begin in range(first - first % POOL_BATCHES, self._batches, POOL_BATCHES):
+            pool = self._pool(begin)
+            for batch in pool[max(0, first - begin) :]:
+                yield batch[self._share]
+
+    def _pool(self, begin: int) -> list[Rows]:
+        """All rows of the batches of one pool, neighbours in length together, batches in random order."""
+        count = min(POOL_BATCHES, self._batches - begin)
+        edges = np.arange(begin, begin + count + 1) * self._count // self._batches
+        row_P = self._row[edges[0] : edges[-1]]
+        row_P = row_P[np.argsort(self._encoded.lengths(row_P), kind="stable")]
+        batches = np.split(row_P, edges[1:-1] - edges[0])
+        return [batches[place] for place in np.random.default_rng([*self._seed, begin]).permutation(count)]

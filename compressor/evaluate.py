@@ -1,77 +1,174 @@
 """Metrics of any predictor on a split, and what they can show.
 
-Shape legend: N rows, C classes, B batch, S sequence.
+Shape legend: N rows, C outputs, B batch, S sequence.
 """
 
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, assert_never
 
 import numpy as np
 from numpy.typing import NDArray
+from scipy.stats import pearsonr, spearmanr
+from sklearn.metrics import accuracy_score, f1_score, matthews_corrcoef
 
 from compressor.artifact import Artifact, read
-from compressor.dataset import Encoded, encode, read_examples
+from compressor.dataset import Encoded, Inputs, encode, read_examples, task_of, texts_of
 from compressor.errors import ArtifactError, ModelError
-from compressor.statistics import wilson
+from compressor.statistics import bootstrap, mcnemar, share_differences, wilson
 from compressor.tasks import Task
-from compressor.world import available_cores
-
-if TYPE_CHECKING:
-    from serving.client import Classifier
+from compressor.world import World, available_cores
+from serving.client import Classification, Classifier, Regression
 
 MODEL_FILE = "model.onnx"
-Predictor = Callable[[NDArray[np.int64], NDArray[np.int64]], NDArray[np.float32]]
-"""(input ids, mask), both (B, S) -> logits (B, C)."""
+INPUT_NAMES = ("input_ids", "token_type_ids", "attention_mask")  # of a graph, in the order of `Inputs`
+SAME_SCORE = 0.02  # share of a regression's range within which two scores count as the same answer
+Logits = NDArray[np.float32]
+Labels = NDArray[Any]  # int64 classes, or float32 scores
+Predictor = Callable[[Inputs], Logits]
+"""Token ids, segments and mask, each (B, S) -> logits (B, C)."""
 
 
-def predict(predictor: Predictor, examples: Encoded, batch_size: int = 64) -> NDArray[np.float32]:
-    """Logits (N, C) of every row, in the rows' order; batches of similar length."""
-    parts, rows = [], []
-    for batch in examples.batches_by_length(batch_size):
-        parts.append(predictor(batch.input_ids_BS, batch.mask_BS))
-        rows.append(batch.row_B)
-    logits_NC = np.concatenate(parts)
-    ordered_NC = np.empty_like(logits_NC)
-    ordered_NC[np.concatenate(rows)] = logits_NC
-    return ordered_NC
+def _f1(label_N: Labels, answer_N: Labels) -> float:
+    """F1 of the second label of two, or the mean over more."""
+    binary = max(label_N.max(), answer_N.max()) <= 1
+    return float(f1_score(label_N, answer_N, average="binary" if binary else "macro", zero_division=0.0))
 
 
-def measure(logits_NC: NDArray[np.float32], label_N: NDArray[np.int64]) -> dict[str, Any]:
-    """Accuracy with its 95 % interval (Wilson), and the number of rows."""
-    right = int((logits_NC.argmax(axis=1) == label_N).sum())
-    return {"accuracy": right / len(label_N), "interval_95": wilson(right, len(label_N)), "rows": len(label_N)}
+def _correlation(function: Callable[..., Any]) -> Callable[[Labels, Labels], float]:
+    def correlation(label_N: Labels, answer_N: Labels) -> float:
+        if np.ptp(label_N) == 0 or np.ptp(answer_N) == 0:
+            return 0.0  # a constant is related to nothing
+        return float(function(label_N, answer_N).statistic)
+
+    return correlation
 
 
-def measure_splits(predictor: Predictor, encoded: Mapping[str, Encoded], out: Path) -> dict[str, Any]:
-    """Metrics on validation and test; the logits are kept in `out`, so that later stages can compare row by row."""
+METRICS: Mapping[str, Callable[[Labels, Labels], float]] = {
+    "accuracy": lambda label_N, answer_N: float(accuracy_score(label_N, answer_N)),
+    "f1": _f1,
+    "matthews": lambda label_N, answer_N: float(matthews_corrcoef(label_N, answer_N)),
+    "pearson": _correlation(pearsonr),
+    "spearman": _correlation(spearmanr),
+}
+METRIC_NAMES = {
+    "accuracy": "accuracy",
+    "f1": "F1",
+    "matthews": "Matthews correlation",
+    "pearson": "Pearson correlation",
+    "spearman": "Spearman correlation",
+}
+
+
+def predict(predictor: Predictor, examples: Encoded, batch_size: int = 64, world: World | None = None) -> Logits:
+    """Logits (N, C) of every row, in the rows' order; batches of similar length.
+
+    In a `world` of several processes each does its share and all get the whole.
+    """
+    rank, size = (world.rank, world.size) if world is not None else (0, 1)
+    found: Logits | None = None
+    for number, batch in enumerate(examples.batches_by_length(batch_size)):
+        if number % size == rank or found is None:  # the first one tells every process the number of outputs
+            logits_BC = predictor(batch.inputs)
+            found = np.zeros((len(examples), logits_BC.shape[1]), dtype=np.float32) if found is None else found
+            if number % size == rank:
+                found[batch.row_B] = logits_BC
+    assert found is not None  # a split has rows
+    return world.sum(found) if world is not None else found
+
+
+def answers(task: Task, logits_NC: Logits) -> Labels:
+    """What the logits say: classes (N,), or a regression's scores (N,)."""
+    return logits_NC[:, 0] if task.is_regression else logits_NC.argmax(axis=1)
+
+
+def same_answers(task: Task, first_NC: Logits, second_NC: Logits) -> NDArray[np.bool_]:
+    """By row: whether two models say the same; for a regression, about the same (2 % of its range)."""
+    first_N, second_N = answers(task, first_NC), answers(task, second_NC)
+    if not task.is_regression:
+        return np.asarray(first_N == second_N)
+    low, high = task.score_range or (first_N.min(), first_N.max())
+    return np.asarray(np.abs(first_N - second_N) <= SAME_SCORE * (high - low))
+
+
+def scores(task: Task, logits_NC: Logits, label_N: Labels) -> dict[str, float]:
+    """Every metric of the task by name, the one that models are chosen by first."""
+    answer_N = answers(task, logits_NC)
+    return {name: METRICS[name](label_N, answer_N) for name in task.metrics}
+
+
+def measure(task: Task, logits_NC: Logits, label_N: Labels) -> dict[str, Any]:
+    """The task's metric with its 95 % interval, every other metric, and the number of rows.
+
+    The interval of an accuracy is Wilson's, that of other metrics from resampled rows.
+    """
+    found, answer_N, rows = scores(task, logits_NC, label_N), answers(task, logits_NC), len(label_N)
+    if task.metric == "accuracy":
+        interval = wilson(int((answer_N == label_N).sum()), rows)
+    else:
+        interval = bootstrap(lambda row_N: METRICS[task.metric](label_N[row_N], answer_N[row_N]), rows)
+    return {"metric": task.metric, "score": found[task.metric], "interval_95": interval, "rows": rows, "all": found}
+
+
+def blind_score(task: Task, label_N: Labels) -> float:
+    """The best metric that can be had without reading the texts: always the same answer."""
+    if task.is_regression:
+        return 0.0
+    constant = range(len(task.labels))
+    return max(METRICS[task.metric](label_N, np.full_like(label_N, label)) for label in constant)
+
+
+def paired(task: Task, first_NC: Logits, second_NC: Logits, label_N: Labels) -> dict[str, Any]:
+    """How two models' answers to the same rows compare: agreement, and the difference of the task's metric.
+
+    Both with 95 % intervals that use the pairing; classifiers get McNemar's test as well.
+    """
+    rows = len(label_N)
+    facts: dict[str, Any] = {"agreement": float(same_answers(task, first_NC, second_NC).mean())}
+    first_N, second_N = answers(task, first_NC), answers(task, second_NC)
+    if not task.is_regression:
+        facts |= mcnemar(first_N == label_N, second_N == label_N)
+    if task.metric == "accuracy":
+        right, discordant = int((first_N == label_N).sum()), (facts["only_first_right"], facts["only_second_right"])
+        return facts | share_differences(right, *discordant, rows)
+    metric = METRICS[task.metric]
+    ours, theirs = metric(label_N, first_N), metric(label_N, second_N)
+    spread = bootstrap(lambda row: metric(label_N[row], first_N[row]) - metric(label_N[row], second_N[row]), rows)
+    facts |= {"difference": ours - theirs, "difference_95": list(spread)}
+    return facts | ({"ratio": ours / theirs} if theirs > 0 else {})
+
+
+def measure_splits(predictor: Predictor, task: Task, encoded: Mapping[str, Encoded], out: Path) -> dict[str, Any]:
+    """Metrics on the held-out splits; the logits are kept in `out`, so that later stages can compare row by row."""
     metrics = {}
-    for split in ("validation", "test"):
+    for split in task.held_out:
         logits_NC = predict(predictor, encoded[split])
         np.save(out / f"{split}.logits.npy", logits_NC)
-        metrics[split] = measure(logits_NC, encoded[split].label_N)
+        metrics[split] = measure(task, logits_NC, encoded[split].label_N)
     return metrics
 
 
-def save_classifier(model: Any, tokenizer: Any, encoded: Mapping[str, Encoded], out: Path) -> dict[str, Any]:
+def save_classifier(
+    model: Any, tokenizer: Any, task: Task, encoded: Mapping[str, Encoded], out: Path
+) -> dict[str, Any]:
     """Save a PyTorch classifier with its tokenizer, and measure it."""
-    metrics = measure_splits(TorchPredictor(model), encoded, out)
+    metrics = measure_splits(TorchPredictor(model), task, encoded, out)
     model.save_pretrained(out)
     tokenizer.save_pretrained(out)
     return metrics
 
 
-def evaluate_saved(folder: Path, task: Task, examples: Artifact, split: str) -> dict[str, Any]:
+def evaluate_saved(folder: Path, examples: Artifact, split: str) -> dict[str, Any]:
     """Metrics of a saved teacher, student or INT8 model on a split of `examples`.
 
     Raises ArtifactError if `folder` holds no such artifact.
     """
-    from compressor.models import load_classifier, load_tokenizer
+    from compressor.checkpoints import load_classifier, load_tokenizer
 
-    found = read(folder)
+    found, task = read(folder), task_of(examples)
     kinds = ("teacher", "student", "int8")
     if found is None or found.manifest["kind"] not in kinds:
         raise ArtifactError(f"{folder} is no finished artifact of kind {', '.join(kinds)}; give the folder of one")
@@ -84,23 +181,41 @@ def evaluate_saved(folder: Path, task: Task, examples: Artifact, split: str) -> 
             predictor = OnnxPredictor(folder / MODEL_FILE, threads=available_cores())
         else:
             predictor = TorchPredictor(load_classifier(folder, task))
-        return measure(predict(predictor, encoded), encoded.label_N)
+        return measure(task, predict(predictor, encoded), encoded.label_N)
 
 
-def evaluate_served(client: Classifier, task: Task, examples: Artifact, split: str) -> dict[str, Any]:
-    """Metrics of a served model on a split, asked as a client asks: texts in, labels out.
+def evaluate_served(client: Classifier, examples: Artifact, split: str) -> dict[str, Any]:
+    """Metrics of a served model on a split, asked as a client asks: texts in, labels or values out.
 
     Raises ModelError if it answers other labels than the task's.
     """
-    if sorted(client.labels) != sorted(task.labels):
+    task, rows = task_of(examples), read_examples(examples.path / f"{split}.arrow")
+    if sorted(client.labels) != sorted(task.labels) or client.is_pair != task.is_pair:
+        kinds = ["pairs" if pair else "texts" for pair in (client.is_pair, task.is_pair)]
         raise ModelError(
-            f"the served model answers {list(client.labels)}; {task.name} has {list(task.labels)}; "
-            "give the address of a server of this task"
+            f"the served model answers {list(client.labels)} to {kinds[0]}; {task.name} has {list(task.labels)} and "
+            f"{kinds[1]}; give the address of a server of this task"
         )
-    rows = read_examples(examples.path / f"{split}.arrow")
-    answers = client.classify(list(rows["text"]))
-    one_hot_NC = np.eye(len(task.labels), dtype=np.float32)[[task.labels.index(answer.label) for answer in answers]]
-    return measure(one_hot_NC, np.array(rows["label"]))
+    return measure(task, served_logits(client, task, texts_of(rows)), np.array(rows["label"]))
+
+
+def served_logits(client: Classifier, task: Task, texts: Sequence[tuple[str, ...]]) -> Logits:
+    """What a served model answers (N, C): its values, or 1 for the label it gives and 0 for the others."""
+    found = np.zeros((len(texts), task.outputs), dtype=np.float32)
+    for row, answer in enumerate(client.classify(queries(texts))):
+        match answer:
+            case Classification(label=label):
+                found[row, task.labels.index(label)] = 1.0
+            case Regression(value=value):
+                found[row, 0] = value
+            case _:
+                assert_never(answer)
+    return found
+
+
+def queries(texts: Sequence[tuple[str, ...]]) -> list[str | tuple[str, str]]:
+    """Texts as a client takes them: alone, or both of a pair."""
+    return [text[0] if len(text) == 1 else (text[0], text[1]) for text in texts]
 
 
 class TorchPredictor:
@@ -109,14 +224,14 @@ class TorchPredictor:
     def __init__(self, model: Any) -> None:
         self._model = model.eval()
 
-    def __call__(self, input_ids_BS: NDArray[np.int64], mask_BS: NDArray[np.int64]) -> NDArray[np.float32]:
+    def __call__(self, inputs: Inputs) -> Logits:
         """Logits (B, C)."""
         import torch
 
-        device = self._model.device
         with torch.inference_mode():
-            ids, mask = (torch.from_numpy(array).to(device) for array in (input_ids_BS, mask_BS))
-            logits: NDArray[np.float32] = self._model(input_ids=ids, attention_mask=mask).logits.float().cpu().numpy()
+            ids, segment, mask = (torch.from_numpy(array).to(self._model.device) for array in inputs)
+            output = self._model(input_ids=ids, token_type_ids=segment, attention_mask=mask)
+            logits: Logits = output.logits.float().cpu().numpy()
         return logits
 
 
@@ -135,8 +250,8 @@ class OnnxPredictor:
         )
         self._inputs = [item.name for item in self._session.get_inputs()]
 
-    def __call__(self, input_ids_BS: NDArray[np.int64], mask_BS: NDArray[np.int64]) -> NDArray[np.float32]:
+    def __call__(self, inputs: Inputs) -> Logits:
         """Logits (B, C)."""
-        feeds = {"input_ids": input_ids_BS, "attention_mask": mask_BS, "token_type_ids": np.zeros_like(input_ids_BS)}
-        logits: NDArray[np.float32] = self._session.run(["logits"], {name: feeds[name] for name in self._inputs})[0]
+        feeds = dict(zip(INPUT_NAMES, inputs, strict=True))
+        logits: Logits = self._session.run(["logits"], {name: feeds[name] for name in self._inputs})[0]
         return logits

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from compressor.dataset import Inputs
+
 if TYPE_CHECKING:
     from compressor.evaluate import Predictor
 
@@ -66,5 +68,5 @@ def shaped_call(predictor: Predictor, batch: int, tokens: int, vocabulary: int) 
     """A call of `predictor` on `batch` rows of `tokens` real tokens each: random ids below `vocabulary`, fixed seed."""
     random = np.random.default_rng(0)
     input_ids_BS = random.integers(0, vocabulary, size=(batch, tokens), dtype=np.int64)
-    mask_BS = np.ones_like(input_ids_BS)
-    return lambda: predictor(input_ids_BS, mask_BS)
+    inputs = Inputs(input_ids_BS, np.zeros_like(input_ids_BS), np.ones_like(input_ids_BS))
+    return lambda: predictor(inputs)

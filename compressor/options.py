@@ -60,4 +60,10 @@ def chosen_recipe(
     # A JSON string is a TOML string as well.
     applied += [f"corpus.source={json.dumps(data)}"] if data else []
     applied += [f"finetune.teacher={json.dumps(teacher)}"] if teacher else []
-    return load_recipe(task, name, tuple(applied)), name, why
+    config = load_recipe(task, name, tuple(applied))
+    if config.task.is_own and not config.task.is_regression and config.task.labels is None:
+        from compressor.stages.corpus import find_labels
+
+        named = config.task.model_copy(update={"labels": find_labels(config.corpus, config.task)})
+        config = config.model_copy(update={"task": named})
+    return config, name, why

@@ -6,276 +6,20 @@ import json
 import logging
 import shutil
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from compressor import __version__, artifact, sources
 from compressor.artifact import Artifact
-from compressor.config import STUDENT_INITS, BuildConfig
+from compressor.config import BuildConfig, Optimisation
 from compressor.errors import ArtifactError, ConfigError
-from compressor.tasks import find_task
+from compressor.steps import Parents, Step, Where, steps
 from compressor.world import resolve_device
 
 RUN_FILE = "run.json"
-# A stage recomputes when the code that decides its result changes; raise this with such a change.
-STAGES_VERSION = 1
 
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Where:
-    """What flags say: where and how, never what."""
-
-    repository: Path
-    """Model repository that publish writes to."""
-    processes: int = 1
-    """Processes that train together."""
-    device: str = "auto"
-    """`auto`, `cpu` or `cuda`."""
-
-
-Parents = Mapping[str, Artifact]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Step:
-    """One stage of a build, ready to be run."""
-
-    name: str
-    """Its folder in the run."""
-    stage: str
-    """The verb: corpus, augment, finetune, distill, export, quantize, publish."""
-    kind: str
-    """Kind of artifact it makes."""
-    section: Mapping[str, Any]
-    """All settings that decide its result."""
-    parents: Mapping[str, str]
-    """By role: the name of the step whose artifact it reads."""
-    sources: Mapping[str, str]
-    """By recipe key: what it reads from outside."""
-    make: Callable[[Parents, str, Path], Artifact]
-    """(parents by role, key, out) -> artifact."""
-    verify: Callable[[Artifact], bool] = lambda artifact: True
-    """Whether what it made outside its folder is still there."""
-
-    def key(self, parents: Mapping[str, str]) -> str:
-        """What decides whether its finished artifact can be reused; `parents` are the parents' keys by role."""
-        section = {**self.section, "stages_version": STAGES_VERSION}
-        hashes = {name: sources.content_hash(source) for name, source in self.sources.items()}
-        return artifact.key(self.kind, section, parents, hashes)
-
-
-def steps(config: BuildConfig, where: Where) -> list[Step]:
-    """The stages of a build in order. Nothing is imported or read until one is run."""
-    line = [_corpus(config)]
-    examples = line[0].name
-    if config.augment is not None:
-        line.append(_augment(config, config.augment))
-        examples = line[-1].name
-    line.append(_finetune(config, where))
-    student = None
-    for number in range(len(config.distill)):
-        line.append(_distill(config, where, number, examples, student))
-        student = line[-1].name
-    assert student is not None  # the recipe has at least one [[distill]]
-    line += [_export(config, student), _quantize(config), _publish(config, where)]
-    return line
-
-
-def _corpus(config: BuildConfig) -> Step:
-    def make(parents: Parents, key: str, out: Path) -> Artifact:
-        from compressor.stages.corpus import corpus
-
-        return corpus(config.corpus, find_task(config.task.name), seed=config.seed, key=key, out=out)
-
-    section = {**config.corpus.model_dump(), "task": config.task.name, "seed": config.seed}
-    found = {"corpus.source": config.corpus.source}
-    return Step(name="1-corpus", stage="corpus", kind="examples", section=section, parents={}, sources=found, make=make)
-
-
-def _augment(config: BuildConfig, augmentation: Any) -> Step:
-    def make(parents: Parents, key: str, out: Path) -> Artifact:
-        from compressor.stages.augment import augment
-
-        return augment(augmentation, parents["corpus"], seed=config.seed, key=key, out=out)
-
-    return Step(
-        name="2-augment",
-        stage="augment",
-        kind="examples",
-        section={**augmentation.model_dump(), "seed": config.seed},
-        parents={"corpus": "1-corpus"},
-        sources={
-            f"augment.{name}": source
-            for name, source in (("vectors", augmentation.vectors), ("masked_lm", augmentation.masked_lm))
-            if source
-        },
-        make=make,
-    )
-
-
-def _finetune(config: BuildConfig, where: Where) -> Step:
-    def make(parents: Parents, key: str, out: Path) -> Artifact:
-        from compressor.stages.finetune import finetune
-
-        return finetune(
-            config.finetune,
-            find_task(config.task.name),
-            parents["corpus"],
-            max_tokens=config.max_tokens,
-            seed=config.seed,
-            key=key,
-            out=out,
-            processes=where.processes,
-            device=where.device,
-        )
-
-    name, source = "finetune.base", config.finetune.base
-    if config.finetune.teacher:
-        name, source = "finetune.teacher", config.finetune.teacher
-    return Step(
-        name="3-finetune",
-        stage="finetune",
-        kind="teacher",
-        section={**config.finetune.model_dump(), "max_tokens": config.max_tokens, "seed": config.seed},
-        parents={"corpus": "1-corpus"},
-        sources={name: source},
-        make=make,
-    )
-
-
-def _distill(config: BuildConfig, where: Where, number: int, examples: str, student: str | None) -> Step:
-    settings = config.distill[number]
-
-    def make(parents: Parents, key: str, out: Path) -> Artifact:
-        from compressor.stages.distill import distill
-
-        return distill(
-            settings,
-            parents.get("student", config.student),
-            find_task(config.task.name),
-            teacher=parents["teacher"],
-            examples=parents["examples"],
-            corpus=parents["corpus"],
-            max_tokens=config.max_tokens,
-            seed=config.seed,
-            key=key,
-            out=out,
-            processes=where.processes,
-            device=where.device,
-        )
-
-    parents = {"teacher": "3-finetune", "examples": examples, "corpus": "1-corpus"}
-    section = {**settings.model_dump(), "max_tokens": config.max_tokens, "seed": config.seed}
-    found = {}
-    if student is not None:
-        parents["student"] = student
-    else:
-        section["student"] = config.student.model_dump()
-        if config.student.init not in STUDENT_INITS:
-            found["student.init"] = config.student.init
-    return Step(
-        name=f"{4 + number}-distill-{settings.objective}",
-        stage="distill",
-        kind="student",
-        section=section,
-        parents=parents,
-        sources=found,
-        make=make,
-    )
-
-
-def _export(config: BuildConfig, student: str) -> Step:
-    def make(parents: Parents, key: str, out: Path) -> Artifact:
-        from compressor.stages.export import export
-
-        return export(
-            config.export,
-            find_task(config.task.name),
-            student=parents["student"],
-            teacher=parents["teacher"],
-            corpus=parents["corpus"],
-            max_tokens=config.max_tokens,
-            key=key,
-            out=out,
-        )
-
-    return Step(
-        name=f"{4 + len(config.distill)}-export",
-        stage="export",
-        kind="onnx",
-        section={**config.export.model_dump(), "max_tokens": config.max_tokens},
-        parents={"student": student, "teacher": "3-finetune", "corpus": "1-corpus"},
-        sources={},
-        make=make,
-    )
-
-
-def _quantize(config: BuildConfig) -> Step:
-    def make(parents: Parents, key: str, out: Path) -> Artifact:
-        from compressor.stages.quantize import quantize
-
-        return quantize(
-            config.quantize,
-            find_task(config.task.name),
-            onnx_models=parents["onnx"],
-            teacher=parents["teacher"],
-            corpus=parents["corpus"],
-            max_tokens=config.max_tokens,
-            seed=config.seed,
-            key=key,
-            out=out,
-        )
-
-    return Step(
-        name=f"{5 + len(config.distill)}-quantize",
-        stage="quantize",
-        kind="int8",
-        section={**config.quantize.model_dump(), "max_tokens": config.max_tokens, "seed": config.seed},
-        parents={"onnx": f"{4 + len(config.distill)}-export", "teacher": "3-finetune", "corpus": "1-corpus"},
-        sources={},
-        make=make,
-    )
-
-
-def _publish(config: BuildConfig, where: Where) -> Step:
-    def make(parents: Parents, key: str, out: Path) -> Artifact:
-        from compressor.stages.publish import publish
-
-        return publish(
-            config.publish,
-            find_task(config.task.name),
-            int8=parents["int8"],
-            onnx_models=parents["onnx"],
-            corpus=parents["corpus"],
-            max_tokens=config.max_tokens,
-            key=key,
-            out=out,
-            root=where.repository,
-        )
-
-    def verify(publication: Artifact) -> bool:
-        from compressor.stages.publish import is_published
-
-        return is_published(publication, where.repository)
-
-    return Step(
-        name=f"{6 + len(config.distill)}-publish",
-        stage="publish",
-        kind="publication",
-        section={**config.publish.model_dump(), "max_tokens": config.max_tokens},
-        parents={
-            "int8": f"{5 + len(config.distill)}-quantize",
-            "onnx": f"{4 + len(config.distill)}-export",
-            "corpus": "1-corpus",
-        },
-        sources={},
-        make=make,
-        verify=verify,
-    )
 
 
 def check_sources(line: list[Step]) -> None:
@@ -287,9 +31,10 @@ def check_sources(line: list[Step]) -> None:
 
 def _check_batches(config: BuildConfig, where: Where) -> None:
     """Refuse batches with fewer rows than processes. Raises ConfigError."""
-    sections = {"finetune": config.finetune} | {f"distill.{number}": item for number, item in enumerate(config.distill)}
+    sections: dict[str, Optimisation | None] = {"finetune": config.finetune, "general": config.general}
+    sections |= {f"distill.{number}": item for number, item in enumerate(config.distill)}
     for name, section in sections.items():
-        if section.batch_size < where.processes:
+        if section is not None and section.batch_size < where.processes:
             raise ConfigError(
                 f"{name}.batch_size is {section.batch_size} rows over all processes and --processes is "
                 f"{where.processes}; each process needs a row; use fewer processes or larger batches"
@@ -365,7 +110,7 @@ def build(config: BuildConfig, recipe: str, run: Path, where: Where, *, overwrit
 def run_step(step: Step, parents: Mapping[str, Path], out: Path) -> Artifact:
     """Run one stage on finished artifacts, given by role and path, unless `out` holds its result already."""
     check_sources([step])
-    kinds = {"corpus": "examples", "examples": "examples", "teacher": "teacher", "student": "student"}
+    kinds = {"corpus": "examples", "start": "student", "general": "general-student"}
     opened = {role: Artifact.open(path, kind=kinds.get(role, role)) for role, path in parents.items()}
     return _made(step, opened, out, step.stage)
 

@@ -26,9 +26,10 @@ from matplotlib.figure import Figure
 from numpy.typing import NDArray
 
 from compressor.artifact import Artifact
+from compressor.dataset import task_of
 from compressor.errors import ArtifactError
-from compressor.statistics import Logits, paired
-from compressor.tasks import find_task
+from compressor.evaluate import METRIC_NAMES, Labels, Logits, answers, paired, same_answers
+from compressor.tasks import Task
 
 RUN_FILE = "run.json"
 SYSTEMS = {"teacher": "teacher", "student": "student fp32", "int8": "student INT8"}  # kind of artifact -> name
@@ -36,7 +37,6 @@ PAIRS = (("student", "teacher"), ("int8", "student"), ("int8", "teacher"))  # co
 HEADLINE_SHAPE = "1x32"  # batch x tokens of the verdict and the plot
 EXAMPLES = 10  # texts shown on which student and teacher disagree
 TEXT_LIMIT = 300  # characters of such a text
-Z_95 = 1.959964
 USE_OF_SPLITS = {
     "train": "fits the models, and sets the ranges of static INT8",
     "validation": "chooses: the state of training that is kept, the INT8 scheme; and holds the gates",
@@ -74,21 +74,27 @@ def collect(run: Path, artifacts: Mapping[str, Artifact]) -> dict[str, Any]:
     # The last of a kind counts: of the students, the one that is served.
     parts = {found.manifest["kind"]: found for found in artifacts.values() if "asked_rows" not in found.metrics}
     corpus = parts["examples"]
-    task = find_task(corpus.manifest["section"]["task"])
-    texts, label_N = _test_rows(corpus)
+    task = task_of(corpus)
+    texts, label_N = _test_rows(corpus, task)
     logits = {kind: _logits(parts[kind], len(texts)) for kind in SYSTEMS if kind in parts}
     facts = {
-        "task": {"name": task.name, "labels": list(task.labels), "metric": task.metric},
+        "task": {
+            "name": task.name,
+            "labels": list(task.labels),
+            "metric": METRIC_NAMES[task.metric],
+            "metrics": {name: METRIC_NAMES[name] for name in task.metrics},
+            "extra_splits": list(task.extra_files),
+        },
         "recipe": _recipe(run),
-        "data": {**corpus.metrics, "use": USE_OF_SPLITS},
+        "data": {**corpus.metrics, "use": USE_OF_SPLITS | dict.fromkeys(task.extra_files, USE_OF_SPLITS["test"])},
         "augmentation": next((found for found in metrics.values() if "asked_rows" in found), None),
         "models": _models(artifacts),
-        "systems": _systems(parts),
-        "comparisons": [_comparison(logits, *pair, label_N) for pair in PAIRS if set(pair) <= set(logits)],
+        "systems": _systems(parts, task),
+        "comparisons": [_comparison(task, logits, *pair, label_N) for pair in PAIRS if set(pair) <= set(logits)],
         "gates": _gates(parts),
         "int8_candidates": _candidates(parts["int8"]) if "int8" in parts else None,
         "latency": _latency(parts["int8"]) if "int8" in parts else None,
-        "disagreements": _disagreements(texts, label_N, logits, task.labels) if "int8" in parts else None,
+        "disagreements": _disagreements(task, texts, label_N, logits) if "int8" in parts else None,
         "training": [{"stage": name, **found["history"]} for name, found in metrics.items() if "history" in found],
         "publication": parts["publication"].metrics if "publication" in parts else None,
         "stages": _stages(artifacts),
@@ -120,8 +126,8 @@ def _models(artifacts: Mapping[str, Artifact]) -> dict[str, Any]:
     return models
 
 
-def _systems(parts: Mapping[str, Artifact]) -> list[dict[str, Any]]:
-    """Accuracy with intervals, parameters and size of the ONNX file: one row per form of the classifier."""
+def _systems(parts: Mapping[str, Artifact], task: Task) -> list[dict[str, Any]]:
+    """The metrics with intervals, parameters and size of the ONNX file: one row per form of the classifier."""
     metrics = {kind: found.metrics for kind, found in parts.items()}
     sizes = {**metrics.get("onnx", {}), "int8": metrics.get("int8", {})}
     rows = []
@@ -130,16 +136,19 @@ def _systems(parts: Mapping[str, Artifact]) -> list[dict[str, Any]]:
             "parameters": metrics[kind].get("parameters"),
             "onnx_size_bytes": sizes.get(kind, {}).get("size_bytes"),
         }
-        row = {"system": SYSTEMS[kind], "validation": metrics[kind]["validation"], "test": metrics[kind]["test"]}
+        row = {"system": SYSTEMS[kind], **{split: metrics[kind][split] for split in task.held_out}}
         rows.append(row | {name: value for name, value in found.items() if value is not None})
     return rows
 
 
-def _test_rows(corpus: Artifact) -> tuple[list[str], NDArray[np.int64]]:
-    """Texts and label indices (N,) of the test split."""
+def _test_rows(corpus: Artifact, task: Task) -> tuple[list[str], Labels]:
+    """Texts, pairs as one, and labels (N,) of the test split."""
     with pa.memory_map(str(corpus.path / "test.arrow")) as file:
         table = pa.ipc.open_stream(file).read_all()
-        return table["text"].to_pylist(), table["label"].to_numpy().astype(np.int64)
+        texts = table["text"].to_pylist()
+        if task.is_pair:
+            texts = [f"{first} / {second}" for first, second in zip(texts, table["text_b"].to_pylist(), strict=True)]
+        return texts, table["label"].to_numpy()
 
 
 def _logits(model: Artifact, rows: int) -> Logits:
@@ -155,44 +164,24 @@ def _logits(model: Artifact, rows: int) -> Logits:
     return logits_NC
 
 
-def _comparison(logits: Mapping[str, Logits], first: str, second: str, label_N: NDArray[np.int64]) -> dict[str, Any]:
+def _comparison(task: Task, logits: Mapping[str, Logits], first: str, second: str, label_N: Labels) -> dict[str, Any]:
     """Two forms on the same test rows: agreement, McNemar, difference and ratio with their intervals."""
-    facts = paired(logits[first], logits[second], label_N)
-    right = int((logits[first].argmax(axis=1) == label_N).sum())
+    facts = paired(task, logits[first], logits[second], label_N)
     row = {"first": SYSTEMS[first], "second": SYSTEMS[second], "split": "test", "rows": len(label_N), **facts}
-    row |= differences(right, int(facts["only_first_right"]), int(facts["only_second_right"]), len(label_N))
-    return {**row, "meaning": _meaning(row)}
+    return {**row, "meaning": _meaning(row, METRIC_NAMES[task.metric])}
 
 
-def differences(right: int, only_first: int, only_second: int, rows: int) -> dict[str, Any]:
-    """Difference and ratio of two accuracies on the same rows, each with a 95 % interval that uses the pairing.
-
-    `right` rows are right by the first. Difference: Wald on counts with 1/2 added to each cell (Agresti & Min 2005).
-    Ratio: delta method on its logarithm; left out if either is never right.
-    """
-    centre = (only_first - only_second) / (rows + 2)
-    variance = only_first + only_second + 1 - (only_first - only_second) ** 2 / (rows + 2)
-    spread = Z_95 * math.sqrt(variance) / (rows + 2)
-    result: dict[str, Any] = {
-        "difference_points": 100 * (only_first - only_second) / rows,
-        "difference_interval_95_points": [100 * max(-1.0, centre - spread), 100 * min(1.0, centre + spread)],
-    }
-    other = right - only_first + only_second
-    if right and other:
-        factor = math.exp(Z_95 * math.sqrt((only_first + only_second) / (right * other)))
-        result |= {"ratio": right / other, "ratio_interval_95": [right / other / factor, right / other * factor]}
-    return result
-
-
-def _meaning(row: Mapping[str, Any]) -> str:
+def _meaning(row: Mapping[str, Any], metric: str) -> str:
     """What a comparison shows, in a sentence."""
-    first, second, points = row["first"], row["second"], row["difference_points"]
-    low, high = row["difference_interval_95_points"]
-    size = f"({points:+.1f} points; 95 % interval {low:+.1f} to {high:+.1f}, McNemar p = {row['p_value']:.2g})"
-    if row["p_value"] < 0.05:
+    first, second, points = row["first"], row["second"], 100 * row["difference"]
+    low, high = (100 * end for end in row["difference_95"])
+    p_value = row["p_value"] if metric == "accuracy" else None
+    size = f"({points:+.1f} points; 95 % interval {low:+.1f} to {high:+.1f}"
+    size += f", McNemar p = {p_value:.2g})" if p_value is not None else ")"
+    if p_value < 0.05 if p_value is not None else low > 0 or high < 0:
         word = "better" if points > 0 else "worse"
         return f"The {first} is {word} than the {second}, by more than chance explains {size}."
-    return f"These {row['rows']} rows cannot show that the {first} and the {second} differ in accuracy {size}."
+    return f"These {row['rows']} rows cannot show that the {first} and the {second} differ in {metric} {size}."
 
 
 def _gates(parts: Mapping[str, Artifact]) -> list[dict[str, Any]]:
@@ -200,16 +189,18 @@ def _gates(parts: Mapping[str, Artifact]) -> list[dict[str, Any]]:
     gates = []
     if "teacher" in parts:
         metrics = parts["teacher"].metrics
-        low, majority = metrics["validation"]["interval_95"][0], metrics["majority"]
-        name = "teacher better than the most frequent label (validation accuracy, low end of its interval)"
-        gates.append((name, 100 * low, "above", 100 * majority, "%", low > majority))
+        low, blind = metrics["validation"]["interval_95"][0], metrics["blind"]
+        metric = METRIC_NAMES[metrics["validation"]["metric"]]
+        name = f"teacher better than the same answer to every text (validation {metric}, low end of its interval)"
+        gates.append((name, 100 * low, "above", 100 * blind, "%", low > blind))
     for model, facts in (parts["onnx"].metrics if "onnx" in parts else {}).items():
         value, bound = facts["max_logit_difference"], facts["bound"]
         name = f"{model} ONNX equal to PyTorch (largest logit difference, {facts['rows']} validation texts)"
         gates.append((name, value, "at most", bound, "logits", value <= bound))
     for row in _candidates(parts["int8"]) if "int8" in parts else []:
         if row["chosen"]:
-            name = f"INT8 ({row['scheme']}) close to fp32 (accuracy lost on validation, worse of batch 1 and 64)"
+            lost = f"{METRIC_NAMES[row['metric']]} lost on validation, worse of batch 1 and 64"
+            name = f"INT8 ({row['scheme']}) close to fp32 ({lost})"
             gates.append((name, row["drop_points"], "at most", row["bound_points"], "points", row["within_bound"]))
     return [dict(zip(("gate", "value", "rule", "bound", "unit", "passed"), gate, strict=True)) for gate in gates]
 
@@ -219,7 +210,7 @@ def _candidates(int8: Artifact) -> list[dict[str, Any]]:
     metrics, bound = int8.metrics, int8.manifest["section"]["max_metric_drop"]
     rows = []
     for row in metrics["candidates"]:
-        drop = metrics["candidates"][0]["accuracy"] - row["accuracy"]
+        drop = metrics["candidates"][0]["score"] - row["score"]
         facts = {"drop_points": 100 * drop, "bound_points": 100 * bound, "within_bound": drop <= bound + 1e-12}
         rows.append({**row, **(facts if row["scheme"] != "fp32" else {}), "chosen": row["scheme"] == metrics["scheme"]})
     return rows
@@ -239,23 +230,29 @@ def _latency(int8: Artifact) -> dict[str, Any]:
     }
 
 
-def _disagreements(
-    texts: list[str], label_N: NDArray[np.int64], logits: Mapping[str, Logits], names: tuple[str, ...]
-) -> dict[str, Any]:
-    """Test texts that INT8 student and teacher label differently: those that both are surest of."""
-    answers = {kind: logits[kind].argmax(axis=1) for kind in ("teacher", "int8")}
-    surety = {kind: _confidence(logits[kind]) for kind in ("teacher", "int8")}
-    apart = np.flatnonzero(answers["teacher"] != answers["int8"])
-    order = apart[np.argsort(-np.minimum(surety["teacher"], surety["int8"])[apart], kind="stable")]
+def _disagreements(task: Task, texts: list[str], label_N: Labels, logits: Mapping[str, Logits]) -> dict[str, Any]:
+    """Test texts that INT8 student and teacher answer differently: those that both are surest of, or furthest apart."""
+    apart = np.flatnonzero(~same_answers(task, logits["teacher"], logits["int8"]))
+    found = {kind: answers(task, logits[kind]) for kind in ("teacher", "int8")}
+    if task.is_regression:
+        weight_N = np.abs(found["teacher"] - found["int8"])
+    else:
+        surety = {kind: _confidence(logits[kind]) for kind in found}
+        weight_N = np.minimum(surety["teacher"], surety["int8"])
     examples = []
-    for row in order[:EXAMPLES]:
+    for row in apart[np.argsort(-weight_N[apart], kind="stable")][:EXAMPLES]:
         text = texts[row] if len(texts[row]) <= TEXT_LIMIT else texts[row][:TEXT_LIMIT] + "…"
-        facts = {"row": int(row), "text": text, "label": names[label_N[row]]}
-        for kind in answers:
-            facts[f"{kind}_label"] = names[answers[kind][row]]
-            facts[f"{kind}_confidence"] = round(float(surety[kind][row]), 4)
+        facts = {"row": int(row), "text": text, "label": _answer(task, label_N[row])}
+        for kind, answer_N in found.items():
+            facts[kind] = _answer(task, answer_N[row])
+            if not task.is_regression:
+                facts[kind] += f", {100 * surety[kind][row]:.1f} %"
         examples.append(facts)
     return {"split": "test", "count": len(apart), "rows": len(texts), "examples": examples}
+
+
+def _answer(task: Task, value: Any) -> str:
+    return f"{value:.2f}" if task.is_regression else task.labels[int(value)]
 
 
 def _confidence(logits_NC: Logits) -> NDArray[np.float64]:
@@ -290,7 +287,7 @@ def _verdict(facts: Mapping[str, Any]) -> str:
     if "student INT8" not in systems:
         return f"There is no INT8 student yet: the last finished stage is {facts['stages'][-1]['stage']}."
     teacher, student = systems["teacher"], systems["student INT8"]
-    ours, theirs = student["test"]["accuracy"], teacher["test"]["accuracy"]
+    ours, theirs = student["test"]["score"], teacher["test"]["score"]
     shape, p50_ms = _headline(facts["latency"])
     batch, tokens = shape.split("x")
     size = _times(teacher["onnx_size_bytes"], student["onnx_size_bytes"], "smaller", "larger")
@@ -300,7 +297,7 @@ def _verdict(facts: Mapping[str, Any]) -> str:
     )
     return (
         f"The INT8 student {'reaches' if ours > theirs else 'keeps'} {100 * ours / theirs:.1f} % of the teacher's test "
-        f"accuracy ({100 * ours:.1f} % against {100 * theirs:.1f} %), is {size} and answers "
+        f"{facts['task']['metric']} ({100 * ours:.1f} against {100 * theirs:.1f}), is {size} and answers "
         f"{texts} of {tokens} tokens {speed} than the teacher in PyTorch, {in_onnx} than the teacher in ONNX Runtime."
     )
 
@@ -326,7 +323,7 @@ def html(facts: Mapping[str, Any]) -> str:
     seconds = {row["stage"]: row["duration_s"] for row in facts["stages"]}
     plots = {"time": _svg("time", lambda axes: _bars(axes, seconds, "time, s", "{:,.0f} s"))}
     if systems:
-        plots["accuracy"] = _svg("accuracy", lambda axes: _intervals(axes, systems))
+        plots["metric"] = _svg("metric", lambda axes: _intervals(axes, systems, facts["task"]["metric"]))
     if sizes := {row["system"]: row["onnx_size_bytes"] / 1e6 for row in systems if "onnx_size_bytes" in row}:
         plots["size"] = _svg("size", lambda axes: _bars(axes, sizes, "ONNX file, MB", "{:.1f} MB"))
     if "latency" in facts:
@@ -365,17 +362,17 @@ def _svg(name: str, draw: Callable[[Axes], None]) -> str:
     return re.sub("|".join(PAGE_COLOURS), lambda found: PAGE_COLOURS[found[0]], text)
 
 
-def _intervals(axes: Axes, systems: list[dict[str, Any]]) -> None:
-    """Accuracy of each form on validation and test, with its interval."""
+def _intervals(axes: Axes, systems: list[dict[str, Any]], metric: str) -> None:
+    """The metric of each form on validation and test, with its interval."""
     for split, shift, colour in (("validation", -0.12, FAINT), ("test", 0.12, STRONG)):
-        middle = np.array([100 * row[split]["accuracy"] for row in systems])
+        middle = np.array([100 * row[split]["score"] for row in systems])
         ends = np.array([[100 * end for end in row[split]["interval_95"]] for row in systems]).T
         places = np.arange(len(systems)) + shift
         axes.errorbar(
             middle, places, xerr=abs(ends - middle), label=split, color=colour, fmt="o", capsize=3, markersize=5
         )
     _name_rows(axes, [row["system"] for row in systems])
-    axes.set_xlabel("accuracy, % (bars: 95 % interval)")
+    axes.set_xlabel(f"{metric} x 100 (bars: 95 % interval)")
     axes.legend(frameon=False, loc="lower left", bbox_to_anchor=(0, 1), ncols=2, borderpad=0)
 
 

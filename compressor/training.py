@@ -8,21 +8,28 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+import torch.distributed as dist
+from numpy.typing import NDArray
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
+from transformers.models.bert.modeling_bert import BertEmbeddings, BertSdpaSelfAttention, BertSelfAttention
 
-from compressor.config import Optimisation
-from compressor.dataset import Batch, Encoded, training_order
+from compressor.config import Optimisation, Precision
+from compressor.dataset import Batch, Encoded, TrainingOrder
+from compressor.errors import ConfigError
 from compressor.progress import Progress
 from compressor.world import World
 
 CHECKPOINT_EVERY_S = 30.0
 CLIP_NORM = 1.0
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 log = logging.getLogger(__name__)
 
 
@@ -31,15 +38,23 @@ class Tensors:
     """A batch on its device."""
 
     input_ids_BS: Tensor
+    segment_BS: Tensor
     mask_BS: Tensor
     label_B: Tensor
     row_B: Tensor
+    """Always in main memory, where what is looked up by row lies: no step waits for the device."""
 
     @classmethod
     def of(cls, batch: Batch, device: torch.device) -> Tensors:
         """Move a batch to `device`."""
-        arrays = (batch.input_ids_BS, batch.mask_BS, batch.label_B, batch.row_B)
-        return cls(*(torch.from_numpy(array).to(device, non_blocking=True) for array in arrays))
+
+        def moved(array: NDArray[Any]) -> Tensor:
+            tensor = torch.from_numpy(array)
+            # Only from pinned memory is a copy to a GPU not waited for.
+            return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
+
+        input_ids_BS, segment_BS, mask_BS = map(moved, batch.inputs)
+        return cls(input_ids_BS, segment_BS, mask_BS, moved(batch.label_B), torch.from_numpy(batch.row_B))
 
 
 def fit(
@@ -55,40 +70,39 @@ def fit(
 ) -> dict[str, Any]:
     """Train `module`, whose forward pass maps a `Tensors` batch to a dictionary of loss terms that are summed.
 
-    `validate` measures it `validations_per_epoch` times in each epoch (higher is better); the best state is kept at
-    the end, or the last one without it. `folder` holds the checkpoint: a run that was killed goes on
-    from there and, on a CPU, ends with the same weights. Returns the history: steps, precision, and mean terms and
-    validation metric between validations.
+    Each term is a mean over the rows it is given: whatever the number of processes and of `config.accumulate`, a step
+    is that of the same rows in one batch. `validate` measures the module on every rank, `validations_per_epoch` times
+    in each epoch (higher is better; the leader's value counts); the best state is kept at the end, or the last one
+    without it. `folder` holds the checkpoint: a run that was killed goes on from there, also with another number of
+    processes, and on one CPU process ends with the same weights. Returns the history: steps, precision, and mean terms
+    and validation metric between validations. Raises ConfigError if the device has no such precision, and DataError if
+    a batch has fewer rows than there are processes.
     """
     module.to(world.device).train()
-    per_epoch = len(_order(examples, config, world, seed, 0))
+    per_epoch = len(_order(examples, config, seed, 0, size=world.size))  # refuses more processes than rows of a batch
     steps = max(1, round(per_epoch * config.epochs))
-    optimizer = _optimizer(module, config, world)
-    scaler = torch.amp.GradScaler(world.device.type, enabled=_precision(world) == torch.float16)
-    state = _State(module, optimizer, scaler, folder)
-    step, history, best = state.load()
-    history = history or {"steps": steps, "precision": str(_precision(world)).removeprefix("torch."), "epochs": []}
-    wrapped = nn.parallel.DistributedDataParallel(module) if world.size > 1 else module
-    totals, saved_at = dict[str, Tensor](), time.monotonic()
+    trainer = Trainer(module, config, world)
+    state = _State(module, trainer, folder)
+    step, history, best = state.load(world)
+    history = history or {"steps": steps, "precision": str(trainer.dtype).removeprefix("torch."), "epochs": []}
+    totals, counted, saved_at = dict[str, Tensor](), 0, time.monotonic()
     progress = Progress("train", total=steps, start=step, visible=world.is_leader)
     while step < steps:
         epoch, skip = divmod(step, per_epoch)
-        order = _order(examples, config, world, seed, epoch)
         pause = min(steps, epoch * per_epoch + _next_pause(skip, per_epoch, validations_per_epoch))
-        for row_B in order[skip : skip + pause - step]:
+        for row_B in islice(_order(examples, config, seed, epoch).batches(skip), pause - step):
             torch.manual_seed(_step_seed(seed, step, world.rank))  # dropout does not depend on where a run resumed
-            batch = Tensors.of(examples.batch(row_B), world.device)
-            with autocast(world):
-                terms = wrapped(batch)
-            _update(module, torch.stack(list(terms.values())).sum(), optimizer, scaler, _rate(config, step, steps))
-            step += 1
-            _add(totals, terms)
+            trainer.step(examples, row_B, _rate(config, step, steps), totals)
+            step, counted = step + 1, counted + 1
             progress.advance()
             if world.is_leader and time.monotonic() - saved_at > CHECKPOINT_EVERY_S and step < pause:
                 state.save(step, history, best)
                 saved_at = time.monotonic()
-        entry = _entry(totals, step, validate)
-        totals.clear()
+        entry: dict[str, Any] = {"step": step, "losses": _means(totals, counted, world)}
+        totals, counted = {}, 0
+        if validate is not None:
+            entry["validation"] = world.broadcast(validate())
+            module.train()
         history["epochs"].append(entry)
         progress.note(_line(entry))
         if validate is not None and entry["validation"] >= best:  # of equals, the longer trained
@@ -106,32 +120,158 @@ def fit(
     return history
 
 
-def autocast(world: World) -> AbstractContextManager[Any]:
-    """The mixed-precision context of this device; none where low precision is not faster."""
-    precision = _precision(world)
-    return torch.autocast(world.device.type, dtype=precision) if precision != torch.float32 else nullcontext()
+def autocast(world: World, precision: Precision = "auto") -> AbstractContextManager[Any]:
+    """The mixed-precision context of this device; none for float32. Raises ConfigError as `fit` does."""
+    dtype = _dtype(precision, world.device)
+    return torch.autocast(world.device.type, dtype=dtype) if dtype != torch.float32 else nullcontext()
 
 
-def _precision(world: World) -> torch.dtype:
-    """bf16 where the hardware computes in it, fp16 on older GPUs, fp32 on other CPUs."""
-    if world.device.type == "cuda":
-        return torch.bfloat16 if torch.cuda.is_bf16_supported() else torch.float16
-    if not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]  # torch's gap
-        return torch.float32
-    return torch.bfloat16 if torch.ops.mkldnn._is_mkldnn_bf16_supported() else torch.float32
+def cast_frozen(model: nn.Module, world: World, precision: Precision = "auto") -> None:
+    """Give the linear layers of a model that is not trained the type that `autocast` would cast them to at every step.
+
+    Under `autocast` it answers the same as before, without the casts. Does nothing for float32.
+    """
+    for part in model.modules():
+        if isinstance(part, nn.Linear):
+            part.to(_dtype(precision, world.device))
 
 
-def _order(examples: Encoded, config: Optimisation, world: World, seed: int, epoch: int) -> list[Any]:
-    return training_order(
-        examples.length_N, batch_size=config.batch_size, seed=seed, epoch=epoch, rank=world.rank, size=world.size
-    )
+def _dtype(precision: Precision, device: torch.device) -> torch.dtype:
+    """What a precision means here; `auto` is bf16 where the hardware computes in it."""
+    if device.type == "cuda":
+        has_bf16 = torch.cuda.is_bf16_supported(including_emulation=False)
+        if precision == "bf16" and not has_bf16:
+            raise ConfigError('precision is "bf16" and this GPU does not compute in it; use "fp16", "fp32" or "auto"')
+        chosen = torch.bfloat16 if has_bf16 else torch.float16
+    else:
+        available = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]  # torch's gap
+        chosen = torch.bfloat16 if available and torch.ops.mkldnn._is_mkldnn_bf16_supported() else torch.float32
+    return chosen if precision == "auto" else DTYPES[precision]
+
+
+class Trainer:
+    """Takes the steps of one process: a module, its optimiser, and what they need."""
+
+    def __init__(self, module: nn.Module, config: Optimisation, world: World) -> None:
+        self._config, self._world = config, world
+        self.dtype = _dtype(config.precision, world.device)
+        if world.device.type == "cpu" and self.dtype != torch.float32:
+            _attend_eagerly(module)
+        self._forward: nn.Module = module
+        self._quietly: Callable[[], AbstractContextManager[Any]] = nullcontext
+        self._exchange: _Exchange | None = None
+        if world.size > 1:
+            wrapped = nn.parallel.DistributedDataParallel(module, gradient_as_bucket_view=True)
+            self._forward, self._quietly = wrapped, wrapped.no_sync
+            if world.device.type == "cpu":
+                self._exchange = _Exchange(module, world)
+                wrapped.register_comm_hook(None, self._exchange)
+        self._weights = [weights for weights in module.parameters() if weights.requires_grad]
+        self.optimizer = _optimizer(module, config)
+        self.scaler = torch.amp.GradScaler(world.device.type, enabled=self.dtype == torch.float16)
+
+    def step(self, examples: Encoded, row_B: NDArray[np.int64], rate: float, totals: dict[str, Tensor]) -> None:
+        """One step on the rows of all processes at learning rate `rate`; adds its loss terms to `totals`.
+
+        Nothing is read back: that would wait for the device.
+        """
+        if self._exchange is not None:
+            self._exchange.expect(examples.batch(row_B))
+        parts = _parts(row_B, self._config.accumulate, self._world)
+        for number, (part_B, weight) in enumerate(parts, start=1):
+            batch = Tensors.of(examples.batch(part_B), self._world.device)
+            # Gradients are exchanged once, after the last part.
+            with nullcontext() if number == len(parts) else self._quietly():
+                with autocast(self._world, self._config.precision):
+                    terms = self._forward(batch)
+                loss = torch.stack(list(terms.values())).sum() * weight
+                self.scaler.scale(loss).backward()  # type: ignore[no-untyped-call]  # torch's gap
+            for name, value in terms.items():
+                term = value.detach().float() * weight
+                totals[name] = totals[name] + term if name in totals else term
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+        self.scaler.unscale_(self.optimizer)
+        nn.utils.clip_grad_norm_(self._weights, CLIP_NORM)
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+        self.optimizer.zero_grad(set_to_none=True)
+
+
+class _Exchange:
+    """How processes on CPUs average their gradients: of the word embeddings only the rows of tokens in the batch.
+
+    All other rows are 0 everywhere; to exchange the whole table can take longer than the rest of a step.
+    """
+
+    def __init__(self, module: nn.Module, world: World) -> None:
+        tables = [part.word_embeddings.weight for part in module.modules() if isinstance(part, BertEmbeddings)]
+        self._table: nn.Parameter | None = tables[0] if tables else None
+        self._size = world.size
+        self._token_T = torch.empty(0, dtype=torch.int64)
+
+    def expect(self, batch: Batch) -> None:
+        """Say which tokens the rows of all processes have in the next step."""
+        self._token_T = torch.from_numpy(np.unique(batch.inputs.input_ids_BS))
+
+    def __call__(self, state: None, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+        """DDP's communication hook: the average of a bucket of gradients, in its place."""
+        whole, table_VD = bucket.buffer(), None
+        for weights, gradient in zip(bucket.parameters(), bucket.gradients(), strict=True):
+            if weights is self._table:
+                table_VD = gradient
+        if table_VD is None:
+            return _summed(whole.div_(self._size), lambda total: total)
+        # What else is in the bucket of the table lies before or behind it.
+        start = table_VD.storage_offset() - whole.storage_offset()
+        parts = [whole[:start], whole[start + table_VD.numel() :], table_VD[self._token_T].flatten()]
+
+        def put_back(total: Tensor) -> Tensor:
+            before, behind, rows = total.split([part.numel() for part in parts])
+            parts[0].copy_(before)
+            parts[1].copy_(behind)
+            table_VD[self._token_T] = rows.view(-1, table_VD.shape[1])
+            return whole
+
+        return _summed(torch.cat(parts).div_(self._size), put_back)
+
+
+def _summed(values: Tensor, then: Callable[[Tensor], Tensor]) -> torch.futures.Future[Tensor]:
+    """`then` of the sum over all processes, some time."""
+    future = dist.all_reduce(values, async_op=True).get_future()  # type: ignore[union-attr]  # None if not async
+    return future.then(lambda done: then(done.value()[0]))
+
+
+def _attend_eagerly(module: nn.Module) -> None:
+    """Let every fused attention of `module` be computed step by step.
+
+    On CPUs PyTorch's fused kernel takes ten times as long for the gradient in half precision as in float32.
+    """
+    for part in module.modules():
+        if type(part) is BertSdpaSelfAttention:
+            part.__class__ = BertSelfAttention  # the same weights; how it attends can be chosen at its making only
+
+
+def _order(examples: Encoded, config: Optimisation, seed: int, epoch: int, *, size: int = 1) -> TrainingOrder:
+    """Batches of an epoch. For `size` 1 they are whole: a process weighs its rows by how many all have together."""
+    return TrainingOrder(examples, batch_size=config.batch_size, seed=seed, epoch=epoch, size=size)
+
+
+def _parts(row_B: NDArray[np.int64], count: int, world: World) -> list[tuple[NDArray[np.int64], float]]:
+    """The rows of a batch that are this process's, in at most `count` parts, each with the weight of its loss here.
+
+    Processes' gradients are averaged: a part weighs its share of the batch, times the number of processes.
+    """
+    mine_B = row_B[world.rank :: world.size]
+    parts = np.array_split(mine_B, min(count, len(mine_B)))
+    return [(part_B, len(part_B) * world.size / len(row_B)) for part_B in parts]
 
 
 def _step_seed(seed: int, step: int, rank: int) -> int:
     return (seed * 1_000_003 + step) * 1_009 + rank
 
 
-def _optimizer(module: nn.Module, config: Optimisation, world: World) -> torch.optim.AdamW:
+def _optimizer(module: nn.Module, config: Optimisation) -> torch.optim.AdamW:
     """AdamW; weight decay on matrices only, as BERT does."""
     decayed = [parameter for parameter in module.parameters() if parameter.requires_grad and parameter.ndim > 1]
     others = [parameter for parameter in module.parameters() if parameter.requires_grad and parameter.ndim <= 1]
@@ -149,37 +289,16 @@ def _rate(config: Optimisation, step: int, steps: int) -> float:
     return config.learning_rate * (steps - step) / max(1, steps - warmup)
 
 
-def _update(
-    module: nn.Module, loss: Tensor, optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler, rate: float
-) -> None:
-    for group in optimizer.param_groups:
-        group["lr"] = rate
-    scaler.scale(loss).backward()  # type: ignore[no-untyped-call]  # torch's gap
-    scaler.unscale_(optimizer)
-    nn.utils.clip_grad_norm_(module.parameters(), CLIP_NORM)
-    scaler.step(optimizer)
-    scaler.update()
-    optimizer.zero_grad(set_to_none=True)
-
-
-def _add(totals: dict[str, Tensor], terms: Mapping[str, Tensor]) -> None:
-    """Sum loss terms on the device: reading them every step would wait for it."""
-    for name, value in (*terms.items(), ("steps", torch.ones(()))):
-        totals[name] = totals.get(name, torch.zeros(())).to(value.device) + value.detach().float()
-
-
 def _next_pause(step: int, per_epoch: int, pauses: int) -> int:
     """The step of an epoch, after `step`, at which its next validation stands; the last one is its end."""
     return next(pause for number in range(1, pauses + 1) if (pause := round(number * per_epoch / pauses)) > step)
 
 
-def _entry(totals: Mapping[str, Tensor], step: int, validate: Callable[[], float] | None) -> dict[str, Any]:
-    count = max(1.0, float(totals.get("steps", 1.0)))
-    entry: dict[str, Any] = {"step": step}
-    entry["losses"] = {name: round(float(total) / count, 5) for name, total in totals.items() if name != "steps"}
-    if validate is not None:
-        entry["validation"] = validate()
-    return entry
+def _means(totals: Mapping[str, Tensor], count: int, world: World) -> dict[str, float]:
+    """Loss terms of a step, on average over `count` steps and all processes."""
+    sums = np.array([float(total) for total in totals.values()])
+    means = world.sum(sums) / (max(1, count) * world.size)
+    return {name: round(float(mean), 5) for name, mean in zip(totals, means, strict=True)}
 
 
 def _line(entry: Mapping[str, Any]) -> str:
@@ -192,10 +311,8 @@ def _line(entry: Mapping[str, Any]) -> str:
 class _State:
     """What a killed run needs to go on: one safetensors file, replaced atomically."""
 
-    def __init__(
-        self, module: nn.Module, optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler, folder: Path
-    ) -> None:
-        self._module, self._optimizer, self._scaler = module, optimizer, scaler
+    def __init__(self, module: nn.Module, trainer: Trainer, folder: Path) -> None:
+        self._module, self._optimizer, self._scaler = module, trainer.optimizer, trainer.scaler
         self._file, self._best = folder / "state.safetensors", folder / "best.safetensors"
         folder.mkdir(parents=True, exist_ok=True)
 
@@ -203,10 +320,10 @@ class _State:
         tensors = {f"model.{name}": value for name, value in self._module.state_dict().items()}
         for index, slots in self._optimizer.state_dict()["state"].items():
             tensors |= {f"optimizer.{index}.{slot}": value for slot, value in slots.items()}
-        facts = {"step": step, "history": history, "best": best, "scale": self._scaler.get_scale()}
+        facts = {"step": step, "history": history, "best": best, "scaler": self._scaler.state_dict()}
         _save(tensors, self._file, {"facts": json.dumps(facts)})
 
-    def load(self) -> tuple[int, dict[str, Any], float]:
+    def load(self, world: World) -> tuple[int, dict[str, Any], float]:
         """Step to go on from, history and best metric so far: the beginning if nothing was saved."""
         if not self._file.is_file():
             return 0, {}, -1.0
@@ -224,8 +341,9 @@ class _State:
         self._module.load_state_dict(weights)
         self._optimizer.load_state_dict(self._optimizer.state_dict() | {"state": slots})
         if self._scaler.is_enabled():
-            self._scaler.load_state_dict(self._scaler.state_dict() | {"scale": facts["scale"]})
-        log.info("going on from step %d", facts["step"])
+            self._scaler.load_state_dict(facts["scaler"])
+        if world.is_leader:
+            log.info("going on from step %d", facts["step"])
         return facts["step"], facts["history"], facts["best"]
 
     def save_best(self) -> None:

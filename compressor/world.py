@@ -13,7 +13,8 @@ import traceback
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,9 +22,16 @@ from compressor.errors import CompressorError, ConfigError
 
 if TYPE_CHECKING:
     import torch
+    from numpy.typing import NDArray
 
 # They tell of a failed process in tracebacks, before `launch` says it in a sentence.
 LAUNCHER_LOGS = ("torch.distributed.elastic.multiprocessing.api", "torch.multiprocessing.spawn")
+# What the libraries say when the process at the other end of a connection is gone.
+LOST_WORDS = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "remote process exited", "gloo")
+LOST_PATIENCE_S = 5.0
+# For a process that waits while the leader does something alone, such as tokenizing millions of rows.
+PATIENCE = timedelta(minutes=30)
+LOCAL_PLACE = {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
 log = logging.getLogger(__name__)
 
 
@@ -60,6 +68,19 @@ class World:
         dist.broadcast_object_list(box, src=0)
         return box[0]
 
+    def sum(self, array: NDArray[Any]) -> NDArray[Any]:
+        """The sum of every process's `array`, in every process; all are of one shape and type."""
+        if self.size == 1:
+            return array
+        import numpy as np
+        import torch
+        import torch.distributed as dist
+
+        total = torch.from_numpy(np.array(array, order="C"))
+        dist.all_reduce(total)
+        summed: NDArray[Any] = total.numpy()
+        return summed
+
 
 def available_cores() -> int:
     """Cores this process may really use: the scheduler's mask, capped by the cgroup's CPU quota."""
@@ -86,16 +107,16 @@ def resolve_device(name: str) -> str:
 def launch(work: Callable[..., None], *args: Any, processes: int = 1, device: str = "auto") -> None:
     """Run `work(world, *args)` in `processes` processes that can talk to each other.
 
-    A single process is this one. Several are started on this machine by torch's elastic launcher; an error in one of
-    them ends them all and is raised as CompressorError.
+    A single process is this one; if torchrun started it together with others, they are its world. Several are started
+    on this machine by torch's elastic launcher; an error in one of them ends them all and is raised as CompressorError.
     """
-    if "RANK" in os.environ:
-        raise ConfigError("torchrun started this command several times; start it once, with --processes")
     kind = resolve_device(device)
     if processes == 1:
-        with _joined(kind) as world:
+        with _world(kind) as world:
             work(world, *args)
         return
+    if started_together() or "RANK" in os.environ:
+        raise ConfigError(f"--processes is {processes} and torchrun started this command; use one of the two")
     import torch
 
     if kind == "cuda" and processes > torch.cuda.device_count():
@@ -119,33 +140,81 @@ def launch(work: Callable[..., None], *args: Any, processes: int = 1, device: st
     level = logging.getLogger("compressor").getEffectiveLevel()
     with tempfile.TemporaryDirectory() as folder:
         try:
-            elastic_launch(launch_config, _worker)(work, args, kind, processes, level, Path(folder))
+            elastic_launch(launch_config, _worker)(work, args, kind, level, Path(folder))
         except ChildFailedError as error:
             rank, failure = error.get_first_failure()
+            if failure.exitcode < 0:
+                raise CompressorError(
+                    f"process {rank} of {processes} was ended by signal {-failure.exitcode}; the same command goes on "
+                    "from the last checkpoint; if memory ran out, use fewer processes or a smaller batch_size"
+                ) from error
             rank, reason = _first_reason(Path(folder)) or (rank, failure.message)
             raise CompressorError(f"process {rank} of {processes} failed: {reason}") from error
         except SignalException as error:  # the launcher takes Ctrl-C for itself
             raise KeyboardInterrupt from error
 
 
-def _worker(
-    work: Callable[..., None], args: tuple[Any, ...], kind: str, processes: int, level: int, reasons: Path
-) -> None:
-    """Body of one launched process."""
-    import torch
+def started_together() -> bool:
+    """Whether torchrun (or a launcher that sets the same variables) started this process with others."""
+    return int(os.environ.get("WORLD_SIZE", "1")) > 1
 
+
+def leads() -> bool:
+    """Whether this process is alone, or the first of those that were started together: the one that speaks."""
+    return int(os.environ.get("RANK", "0")) == 0
+
+
+def refuse_together(what: str, remedy: str) -> None:
+    """Raise ConfigError if this process was started together with others."""
+    if started_together():
+        raise ConfigError(f"torchrun started {what} {os.environ['WORLD_SIZE']} times, which works once; {remedy}")
+
+
+@contextmanager
+def group() -> Iterator[World | None]:
+    """The processes that were started together, which can talk to each other meanwhile; None if this one is alone.
+
+    Inside another `group` it is the same one. Raises CompressorError if another process fails.
+    """
+    if not started_together():
+        yield None
+        return
+    import torch
+    import torch.distributed as dist
+
+    if dist.is_initialized():
+        yield World(rank=dist.get_rank(), size=dist.get_world_size(), device=torch.device("cpu"))
+        return
+    try:
+        # Tensors on a GPU go through NCCL; everything else does not wait for the GPU.
+        dist.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo", timeout=PATIENCE)
+        yield World(rank=dist.get_rank(), size=dist.get_world_size(), device=torch.device("cpu"))
+    except RuntimeError as error:
+        if not any(word in str(error) for word in LOST_WORDS):
+            raise
+        # The launcher sees which process failed first, tells of that one, and ends this one before it wakes.
+        time.sleep(LOST_PATIENCE_S)
+        rank, size = os.environ["RANK"], os.environ["WORLD_SIZE"]
+        raise CompressorError(
+            f"process {rank} of {size} lost the others: one of them ended, and its own last words say why; "
+            "the same command goes on from the last checkpoint"
+        ) from error
+    # Not after an error: to leave in order takes every process, and the end of this one tells the others.
+    dist.destroy_process_group()
+
+
+def _worker(work: Callable[..., None], args: tuple[Any, ...], kind: str, level: int, reasons: Path) -> None:
+    """Body of one launched process."""
     logging.basicConfig(format="%(message)s")  # a new process knows nothing of the settings of its parent
     logging.getLogger("compressor").setLevel(level)
-    torch.set_num_threads(max(1, available_cores() // processes))
-    with _joined(kind) as world:
-        try:
+    try:
+        with _world(kind) as world:
             work(world, *args)
-        except Exception as error:
-            # Before the group is left: that breaks the connection of the others, which then fail as well.
-            trace = None if isinstance(error, CompressorError) else traceback.format_exc()
-            told = {"rank": world.rank, "reason": str(error) or repr(error), "trace": trace}
-            (reasons / f"{time.monotonic_ns():020}.{world.rank}").write_text(json.dumps(told), encoding="utf-8")
-            raise
+    except Exception as error:
+        trace = None if isinstance(error, CompressorError) else traceback.format_exc()
+        told = {"rank": int(os.environ["RANK"]), "reason": str(error) or repr(error), "trace": trace}
+        (reasons / f"{time.monotonic_ns():020}.{told['rank']}").write_text(json.dumps(told), encoding="utf-8")
+        raise
 
 
 def _first_reason(folder: Path) -> tuple[int, str] | None:
@@ -159,25 +228,24 @@ def _first_reason(folder: Path) -> tuple[int, str] | None:
 
 
 @contextmanager
-def _joined(kind: str) -> Iterator[World]:
-    """The world of this process, with a process group while it lasts if there are several."""
+def _world(kind: str) -> Iterator[World]:
+    """The world of this process, with its device, threads and memory set up."""
     import torch
-    import torch.distributed as dist
 
     _keep_freed_memory()
-    size = int(os.environ.get("WORLD_SIZE", "1"))
-    rank, local_rank = int(os.environ.get("RANK", "0")), int(os.environ.get("LOCAL_RANK", "0"))
-    device = torch.device("cuda", local_rank) if kind == "cuda" else torch.device("cpu")
+    local_rank, local_size = (int(os.environ.get(name, value)) for name, value in LOCAL_PLACE.items())
     if kind == "cuda":
-        torch.cuda.set_device(device)
-    if size == 1:
-        yield World(device=device)
-        return
-    dist.init_process_group("nccl" if kind == "cuda" else "gloo")
-    try:
-        yield World(rank=rank, size=size, device=device)
-    finally:
-        dist.destroy_process_group()
+        if local_rank >= torch.cuda.device_count():
+            raise ConfigError(
+                f"{local_size} processes were started on a machine with {torch.cuda.device_count()} GPUs; start one "
+                "for each GPU"
+            )
+        torch.cuda.set_device(local_rank)
+    if local_size > 1 and "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(max(1, available_cores() // local_size))
+    device = torch.device("cuda", local_rank) if kind == "cuda" else torch.device("cpu")
+    with group() as found:
+        yield World(device=device) if found is None else replace(found, device=device)
 
 
 def _keep_freed_memory() -> None:

@@ -1,4 +1,4 @@
-"""Serves a classifier with Triton: writes the model repository, runs the server, asks it.
+"""Serves a classifier, or a regression, with Triton: writes the model repository, runs the server, asks it.
 
 A leaf: it needs neither torch nor transformers, and its client needs no ONNX Runtime either.
 
@@ -7,7 +7,7 @@ A leaf: it needs neither torch nor transformers, and its client needs no ONNX Ru
         client.classify(["a gripping film"])
 """
 
-from serving.client import Classification, Classifier, Client, FakeClient
+from serving.client import Answer, Classification, Classifier, Client, FakeClient, Regression
 from serving.errors import (
     DeadlineError,
     ModelError,
@@ -17,11 +17,12 @@ from serving.errors import (
     StartError,
     UnavailableError,
 )
-from serving.model import Queue, ServedModel
+from serving.model import Queue, ServedModel, Text
 from serving.repository import read, rollback, write
 from serving.runtime import TritonServer, free_port
 
 __all__ = [
+    "Answer",
     "Classification",
     "Classifier",
     "Client",
@@ -29,11 +30,13 @@ __all__ = [
     "FakeClient",
     "ModelError",
     "Queue",
+    "Regression",
     "RepositoryError",
     "RequestError",
     "ServedModel",
     "ServingError",
     "StartError",
+    "Text",
     "TritonServer",
     "UnavailableError",
     "free_port",

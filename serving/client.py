@@ -1,4 +1,4 @@
-"""Asks a server for the labels of texts.
+"""Asks a server for the labels, or the numbers, of texts or pairs of texts.
 
 `Client` talks to Triton; `FakeClient` answers in process, for the tests of programs that use a `Classifier`.
 """
@@ -6,9 +6,10 @@
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
-from typing import TYPE_CHECKING, Literal, Protocol, Self, assert_never
+from typing import TYPE_CHECKING, Any, Literal, Protocol, Self, assert_never
 
 from serving.errors import RequestError, ServingError
+from serving.model import Text
 
 if TYPE_CHECKING:
     from serving.transport import ModelFacts, Transport
@@ -16,10 +17,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Classification:
-    """What a model says of one text."""
+    """What a model with labels says of one text or pair."""
 
     text: str
-    """The text as it was sent."""
+    """The text as it was sent, or the first of the pair."""
+
+    pair: str | None = None
+    """The second text of the pair."""
 
     label: str
     """The most probable label."""
@@ -31,15 +35,37 @@ class Classification:
     """The probability of each label, in the order of the model's labels; they sum to 1."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class Regression:
+    """What a model without labels says of one text or pair."""
+
+    text: str
+    """The text as it was sent, or the first of the pair."""
+
+    pair: str | None = None
+    """The second text of the pair."""
+
+    value: float
+    """The number, on the scale of the labels that the model was trained on."""
+
+
+Answer = Classification | Regression
+"""Which of the two is the model's nature: all answers of one model are of one kind."""
+
+
 class Classifier(Protocol):
     """What `Client` and `FakeClient` have in common."""
 
     @property
     def labels(self) -> tuple[str, ...]:
-        """The labels that can be answered."""
+        """The labels that can be answered; () if numbers are."""
 
-    def classify(self, texts: Sequence[str]) -> list[Classification]:
-        """Return one answer for each text, in order."""
+    @property
+    def is_pair(self) -> bool:
+        """Whether each of the texts must be a pair."""
+
+    def classify(self, texts: Sequence[Text]) -> list[Answer]:
+        """Return one answer for each text or pair, in order."""
 
     def is_ready(self) -> bool:
         """Say whether `classify` can be called now."""
@@ -49,10 +75,12 @@ class Classifier(Protocol):
 
 
 class Client:
-    """Classifies texts on a running server.
+    """Classifies texts, or pairs, on a running server.
 
         with Client("127.0.0.1:8001") as client:
             client.classify(["a gripping film"])[0].label
+        with Client("127.0.0.1:8001", model="stsb") as client:
+            client.classify([("a man sings", "someone is singing")])[0].value
 
     Nothing is sent before the first call. Use one client per thread. With gevent (locust), call
     `grpc.experimental.gevent.init_gevent()` before the first gRPC client is made.
@@ -82,37 +110,36 @@ class Client:
 
     @property
     def labels(self) -> tuple[str, ...]:
-        """The labels of the model, asked of the server once."""
+        """The labels of the model, asked of the server once; () if it answers numbers."""
         return self._known().labels
 
-    def classify(self, texts: Sequence[str]) -> list[Classification]:
-        """Return one answer for each text, in order; [] for no texts.
+    @property
+    def is_pair(self) -> bool:
+        """Whether the model reads pairs, asked of the server once."""
+        return self._known().is_pair
 
-        More texts than the model takes at once go as several requests. Raises RequestError if a text is refused (all
-        of them must be good), UnavailableError if no server answers or its queue is full, and DeadlineError if a
-        request takes longer than `timeout_s`.
+    def classify(self, texts: Sequence[Text]) -> list[Answer]:
+        """Return one answer for each text or (first, second) pair, in order; [] for no texts.
+
+        A model with labels answers Classifications, one without answers Regressions. More texts than the model takes
+        at once go as several requests. Raises RequestError if a text is refused (all of them must be good, and as the
+        model reads them: single or pairs), UnavailableError if no server answers or its queue is full, and
+        DeadlineError if a request takes longer than `timeout_s`.
         """
-        if isinstance(texts, str):
-            raise RequestError("texts is one str; pass a list of them: [text]")
-        raw = [_encode(index, text) for index, text in enumerate(texts)]
+        raw = _encode_all(texts)
         if not raw:
             return []
         facts = self._known()
-        found: list[Classification] = []
+        _check_pairs(texts, self._model, facts.is_pair)
+        found: list[Answer] = []
         for start in range(0, len(raw), facts.max_batch_size):
             stop = start + facts.max_batch_size
             try:
-                answers = self._transport.infer(self._model, raw[start:stop])
+                found += self._request(facts, texts[start:stop], raw[start:stop])
             except RequestError as error:
                 # The server counts the texts of one request; the caller has sent more.
                 where = f"texts {start} to {min(stop, len(raw)) - 1}: " if len(raw) > facts.max_batch_size else ""
                 raise RequestError(f"{where}{error}") from error
-            found += [
-                Classification(
-                    text=text, label=label, score=score, probabilities=dict(zip(facts.labels, row, strict=True))
-                )
-                for text, (label, score, row) in zip(texts[start:stop], answers, strict=True)
-            ]
         return found
 
     def is_ready(self) -> bool:
@@ -133,6 +160,18 @@ class Client:
         """Close the connection."""
         self.close()
 
+    def _request(self, facts: "ModelFacts", texts: Sequence[Text], raw: Sequence[tuple[bytes, ...]]) -> list[Answer]:
+        names = ("TEXT", "TEXT_PAIR") if facts.is_pair else ("TEXT",)
+        inputs = dict(zip(names, zip(*raw, strict=True), strict=True))
+        if not facts.labels:
+            (values,) = self._transport.infer(self._model, inputs, ("VALUE",))
+            return [_regression(text, value) for text, (value,) in zip(texts, values, strict=True)]
+        columns = self._transport.infer(self._model, inputs, ("LABEL", "SCORE", "PROBABILITIES"))
+        return [
+            _classification(text, label.decode("utf-8"), score, dict(zip(facts.labels, row, strict=True)))
+            for text, (label,), (score,), row in zip(texts, *columns, strict=True)
+        ]
+
     def _known(self) -> "ModelFacts":
         if self._facts is None:
             self._facts = self._transport.facts(self._model)
@@ -145,20 +184,25 @@ class FakeClient:
     fake = FakeClient({"a gripping film": "positive"}, labels=("negative", "positive"))
     fake.classify(["a gripping film"])[0].label     # "positive"
     fake.calls                                      # [("a gripping film",)]
+
+    Without labels it is a regression: FakeClient({("a man sings", "a song"): 3.5}, labels=(), pair=True).
     """
 
     def __init__(
         self,
-        answers: Mapping[str, str | Classification] | Callable[[str], str | Classification],
+        # A mapping's key type is invariant: `Text` here would refuse one of plain strings.
+        answers: Mapping[Any, str | float | Answer] | Callable[[Any], str | float | Answer],
         *,
         labels: Sequence[str] = ("negative", "positive"),
+        pair: bool = False,
         ready: bool = True,
     ) -> None:
-        """Answer with `answers`: a bare label gets the score 1. A text that a mapping lacks is refused."""
+        """Answer with `answers`: a bare label gets the score 1. A text or pair that a mapping lacks is refused."""
         self._answers = answers
         self._labels = tuple(labels)
+        self._pair = pair
         self._ready = ready
-        self.calls: list[tuple[str, ...]] = []
+        self.calls: list[tuple[Text, ...]] = []
         """The texts of each call of `classify`."""
 
     @property
@@ -166,12 +210,15 @@ class FakeClient:
         """The labels that were given."""
         return self._labels
 
-    def classify(self, texts: Sequence[str]) -> list[Classification]:
-        """Return one answer for each text, in order; raise RequestError as `Client` does."""
-        if isinstance(texts, str):
-            raise RequestError("texts is one str; pass a list of them: [text]")
-        for index, text in enumerate(texts):
-            _encode(index, text)
+    @property
+    def is_pair(self) -> bool:
+        """What `pair` said."""
+        return self._pair
+
+    def classify(self, texts: Sequence[Text]) -> list[Answer]:
+        """Return one answer for each text or pair, in order; raise RequestError as `Client` does."""
+        _encode_all(texts)
+        _check_pairs(texts, "fake", self._pair)
         self.calls.append(tuple(texts))
         return [self._answer(text) for text in texts]
 
@@ -191,19 +238,20 @@ class FakeClient:
     ) -> None:
         """Do nothing."""
 
-    def _answer(self, text: str) -> Classification:
+    def _answer(self, text: Text) -> Answer:
         if callable(self._answers):
             answer = self._answers(text)
         elif text in self._answers:
             answer = self._answers[text]
         else:
             raise RequestError(f"the fake has no answer for {text!r}; add it to its answers")
-        if isinstance(answer, Classification):
+        if isinstance(answer, Answer):
             return answer
-        if answer not in self._labels:
+        if isinstance(answer, str) and answer in self._labels:
+            return _classification(text, answer, 1.0, {label: float(label == answer) for label in self._labels})
+        if isinstance(answer, str) or self._labels:
             raise RequestError(f"the fake answers {answer!r}, which is none of its labels {self._labels}")
-        probabilities = {label: float(label == answer) for label in self._labels}
-        return Classification(text=text, label=answer, score=1.0, probabilities=probabilities)
+        return _regression(text, float(answer))
 
 
 def _open(protocol: Literal["http", "grpc"], address: str, timeout_s: float) -> "Transport":
@@ -223,14 +271,51 @@ def _open(protocol: Literal["http", "grpc"], address: str, timeout_s: float) -> 
             assert_never(other)
 
 
-def _encode(index: int, text: str) -> bytes:
-    """Return a text as UTF-8; raise RequestError if it is none, or cannot be encoded."""
+def _classification(text: Text, label: str, score: float, probabilities: dict[str, float]) -> Classification:
+    first, second = _parts(text)
+    return Classification(text=first, pair=second, label=label, score=score, probabilities=probabilities)
+
+
+def _regression(text: Text, value: float) -> Regression:
+    first, second = _parts(text)
+    return Regression(text=first, pair=second, value=value)
+
+
+def _parts(text: Text) -> tuple[str, str | None]:
+    return text if isinstance(text, tuple) else (text, None)
+
+
+def _check_pairs(texts: Sequence[Text], model: str, is_pair: bool) -> None:
+    """Raise RequestError unless each text is a pair, or none is."""
+    for index, text in enumerate(texts):
+        if isinstance(text, tuple) and not is_pair:
+            raise RequestError(f"text {index} is a pair and model {model} reads single texts; send one str for each")
+        if is_pair and not isinstance(text, tuple):
+            raise RequestError(f"text {index} is a single one and model {model} reads pairs; send (first, second)")
+
+
+def _encode_all(texts: Sequence[Text]) -> list[tuple[bytes, ...]]:
+    """Return texts or pairs as UTF-8; raise RequestError if one is none, or cannot be encoded."""
+    if isinstance(texts, str):
+        raise RequestError("texts is one str; pass a list of them: [text]")
+    return [_encode(index, text) for index, text in enumerate(texts)]
+
+
+def _encode(index: int, text: Text) -> tuple[bytes, ...]:
+    if not isinstance(text, tuple):
+        return (_encode_str(f"text {index}", text),)
+    if len(text) != 2:
+        raise RequestError(f"text {index} is a tuple of {len(text)}; each text must be a str, or a pair of them")
+    return tuple(_encode_str(f"text {index}[{part}]", value) for part, value in enumerate(text))
+
+
+def _encode_str(name: str, text: str) -> bytes:
     if not isinstance(text, str):
-        raise RequestError(f"text {index} is a {type(text).__name__}; each text must be a str")
+        raise RequestError(f"{name} is a {type(text).__name__}; each text must be a str, or a pair (tuple) of them")
     try:
         return text.encode("utf-8")
     except UnicodeEncodeError as error:
         raise RequestError(
-            f"text {index} holds the lone surrogate U+{ord(text[error.start]):04X} at position {error.start}, "
+            f"{name} holds the lone surrogate U+{ord(text[error.start]):04X} at position {error.start}, "
             "which UTF-8 cannot carry; it was read with errors='surrogateescape' or cut inside a pair: decode it again"
         ) from error

@@ -6,6 +6,9 @@ from pathlib import Path
 from serving.cores import available_cores
 from serving.errors import ModelError
 
+Text = str | tuple[str, str]
+"""What a model reads: one text, or two for a model of pairs."""
+
 MAX_INSTANCES = 8
 """Each instance is a process with its own copy of the weights, so more cores than this become threads instead."""
 
@@ -41,23 +44,26 @@ class Queue:
 
 @dataclass(frozen=True, kw_only=True)
 class ServedModel:
-    """One classifier, as files and numbers: text goes in, one of `labels` comes out."""
+    """One classifier, as files and numbers: a text, or a pair, goes in; one of `labels`, or a number, comes out."""
 
     name: str
     """The task, for example "sst2"; the folders in the repository are named after it."""
 
     onnx: Path
     """ONNX graph: int64 [batch, sequence] `input_ids`, `attention_mask` and, if it has it, `token_type_ids`;
-    float32 [batch, labels] `logits`. One file, without external data."""
+    float32 [batch, labels] `logits`, or [batch, 1] for a regression. One file, without external data."""
 
     tokenizer: Path
     """The `tokenizer.json` of the model."""
 
     labels: tuple[str, ...]
-    """Label names in the order of the logits."""
+    """Label names in the order of the logits; () is a regression, which answers its one logit as a number."""
+
+    pair: bool = False
+    """Whether the model reads two texts, as [CLS] first [SEP] second [SEP]."""
 
     max_tokens: int
-    """Longest sequence in tokens, the special ones included; a longer text is cut."""
+    """Longest sequence in tokens, the special ones included; a longer text, or the longer one of a pair, is cut."""
 
     max_batch_size: int = 64
     """Most texts that run as one batch, and the most that one request may hold."""
@@ -68,8 +74,8 @@ class ServedModel:
     instances: int | None = None
     """Processes that serve the model side by side; None makes one per available core, at most 8."""
 
-    warmup_texts: tuple[str, ...] = ()
-    """Real texts that run before the server says that it is ready; () starts cold."""
+    warmup_texts: tuple[Text, ...] = ()
+    """Real texts, or pairs, that run before the server says that it is ready; () starts cold."""
 
     queue: Queue = Queue()
     """How requests wait."""
@@ -80,15 +86,24 @@ class ServedModel:
             raise ModelError(
                 f"model name {self.name!r} must be made of letters, digits, '_' and '-': it names a folder"
             )
-        if len(self.labels) < 2 or len(set(self.labels)) != len(self.labels):
+        if len(self.labels) == 1 or len(set(self.labels)) != len(self.labels):
             raise ModelError(
-                f"model {self.name}: labels are {self.labels}; a classifier needs 2 or more, all different"
+                f"model {self.name}: labels are {self.labels}; a classifier needs 2 or more, all different, "
+                "and a regression none"
             )
         for label in self.labels:
             if not label.strip() or label.splitlines() != [label]:
                 raise ModelError(f"model {self.name}: label {label!r} must be one non-empty line: labels.txt holds it")
-        if self.max_tokens < 3:
-            raise ModelError(f"model {self.name}: max_tokens is {self.max_tokens}; [CLS], a word and [SEP] need 3")
+        fewest = 5 if self.pair else 3
+        if self.max_tokens < fewest:
+            raise ModelError(
+                f"model {self.name}: max_tokens is {self.max_tokens}; "
+                f"[CLS], and for each text a word and [SEP], need {fewest}"
+            )
+        for text in self.warmup_texts:
+            if isinstance(text, tuple) != self.pair:
+                rule = "two texts" if self.pair else "one text"
+                raise ModelError(f"model {self.name}: warm-up text {text!r} must be {rule}: pair is {self.pair}")
         for field, value in (
             ("max_batch_size", self.max_batch_size),
             ("intra_op_threads", self.intra_op_threads),
@@ -96,6 +111,11 @@ class ServedModel:
         ):
             if value is not None and value < 1:
                 raise ModelError(f"model {self.name}: {field} is {value}; it must be at least 1")
+
+    @property
+    def outputs(self) -> int:
+        """Columns of the logits: one for each label, or one for the number of a regression."""
+        return len(self.labels) or 1
 
     def shares(self) -> tuple[int, int]:
         """Return (instances, threads of each), with what was not given derived from the available cores.

@@ -1,7 +1,8 @@
 """Writes a model as a Triton repository, and says what a repository holds.
 
     <root>/
-      sst2/           text in -> LABEL, SCORE, PROBABILITIES; opens the graph of the same version of sst2_student
+      sst2/           TEXT (and TEXT_PAIR) in -> LABEL, SCORE, PROBABILITIES, or VALUE of a regression;
+                      opens the graph of the same version of sst2_student
       sst2_student/   token ids in -> logits; holds model.onnx
       sst2_teacher/   text in, like sst2, with a graph of its own; optional
 
@@ -129,6 +130,8 @@ def _contents(student: ServedModel, teacher: ServedModel | None) -> list[Content
             raise ModelError(f"teacher is named {teacher.name!r}; beside {student.name} it must be {teacher_name!r}")
         if sorted(teacher.labels) != sorted(student.labels):
             raise ModelError(f"teacher answers {teacher.labels} but student {student.labels}; they cannot be compared")
+        if teacher.pair != student.pair:
+            raise ModelError(f"teacher has pair {teacher.pair} but student {student.pair}; they cannot be compared")
         found.append(_teacher(teacher, read_source(teacher), teacher_name))
     return [*found, _entry(student, source, runner)]
 
@@ -168,11 +171,11 @@ def _runner(model: ServedModel, source: Source, name: str) -> Content:
 
     warmup: dict[str, bytes] = {}
     requests = []
-    for number, ids in enumerate(source.warmup_ids):
+    for number, (ids, type_ids) in enumerate(source.warmups):
         tensors = {
             "input_ids": np.array(ids),
             "attention_mask": np.ones(len(ids)),
-            "token_type_ids": np.zeros(len(ids)),
+            "token_type_ids": np.array(type_ids),
         }
         inputs = {}
         for tensor in source.inputs:
@@ -190,25 +193,33 @@ def _runner(model: ServedModel, source: Source, name: str) -> Content:
 
 
 def _text_warmups(model: ServedModel) -> "tuple[dict[str, bytes], list[triton.Warmup]]":
-    """Return the warm-up files by name, and the requests: each text alone, and the longest one as a batch."""
+    """Return the warm-up files by name, and the requests: each text or pair alone, and the longest as a batch."""
     from serving import triton
 
-    warmup, requests = {}, []
-    for number, text in enumerate(model.warmup_texts):
-        raw = triton.text_bytes(text)
-        warmup[_file_name(raw)] = raw
-        requests.append(triton.Warmup(name=f"text{number}", batch_size=1, inputs={"TEXT": (_file_name(raw), (1,))}))
+    examples = [
+        [triton.text_bytes(part) for part in (text if isinstance(text, tuple) else (text,))]
+        for text in model.warmup_texts
+    ]
+    named = [(f"text{number}", 1, raws) for number, raws in enumerate(examples)]
     rows = min(_BATCH_ROWS, model.max_batch_size)
-    if requests and rows > 1:
-        longest = _file_name(max(warmup.values(), key=len))
-        requests.append(triton.Warmup(name="batch", batch_size=rows, inputs={"TEXT": (longest, (1,))}))
-    return warmup, requests
+    if examples and rows > 1:
+        named.append(("batch", rows, max(examples, key=lambda raws: sum(map(len, raws)))))
+    requests = [
+        triton.Warmup(
+            name=name,
+            batch_size=size,
+            # A single text fills the first input alone.
+            inputs={tensor: (_file_name(raw), (1,)) for tensor, raw in zip(triton.TEXTS, raws, strict=False)},
+        )
+        for name, size, raws in named
+    ]
+    return {_file_name(raw): raw for raws in examples for raw in raws}, requests
 
 
 def _files(model: ServedModel, config: str, module: str) -> dict[str, Path | bytes]:
     code = resources.files("serving.entry").joinpath(module).read_bytes()
-    labels = "".join(f"{label}\n" for label in model.labels)
-    return {"model.py": code, "labels.txt": labels.encode(), "config.pbtxt": config.encode()}
+    labels = "".join(f"{label}\n" for label in model.labels).encode()
+    return {"model.py": code, **({"labels.txt": labels} if labels else {}), "config.pbtxt": config.encode()}
 
 
 def _file_name(raw: bytes) -> str:

@@ -1,7 +1,7 @@
 """Reads the files of a model before it is published, and refuses what a server could not run."""
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from serving.errors import ModelError
 from serving.model import ServedModel
@@ -14,6 +14,16 @@ _OPTIONAL = ("token_type_ids",)
 _PAD_TOKENS = ("[PAD]", "<pad>")
 
 
+class WarmupRow(NamedTuple):
+    """A text, or a pair, as the graph reads it."""
+
+    ids: tuple[int, ...]
+    """Token ids."""
+
+    type_ids: tuple[int, ...]
+    """0 at the tokens of the first text, 1 at those of the second."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Source:
     """What `read_source` found in the files of one model."""
@@ -24,8 +34,8 @@ class Source:
     pad_id: int
     """Token id that fills a row up; the attention mask hides it."""
 
-    warmup_ids: tuple[tuple[int, ...], ...]
-    """Each warm-up text as token ids."""
+    warmups: tuple[WarmupRow, ...]
+    """Each warm-up text, or pair, as tokens."""
 
 
 def read_source(model: ServedModel) -> Source:
@@ -34,8 +44,8 @@ def read_source(model: ServedModel) -> Source:
         if not file.is_file():
             raise ModelError(f"model {model.name}: {file} is no file; give the path of an existing one")
     inputs = _read_inputs(model)
-    pad_id, warmup_ids = _read_tokenizer(model)
-    return Source(inputs=inputs, pad_id=pad_id, warmup_ids=warmup_ids)
+    pad_id, warmups = _read_tokenizer(model)
+    return Source(inputs=inputs, pad_id=pad_id, warmups=warmups)
 
 
 def _read_inputs(model: ServedModel) -> tuple[str, ...]:
@@ -60,8 +70,8 @@ def _read_inputs(model: ServedModel) -> tuple[str, ...]:
     if not logits:
         found = tuple(tensor.name for tensor in graph.output)
         raise ModelError(f"{where} has the outputs {found}; one must be `logits`")
-    columns = len(model.labels)
-    _check_tensor(where, logits[0], onnx.TensorProto.FLOAT, f"float32 [batch, {columns} labels]", columns=columns)
+    rule = f"float32 [batch, {len(model.labels)} labels]" if model.labels else "float32 [batch, 1] for a regression"
+    _check_tensor(where, logits[0], onnx.TensorProto.FLOAT, rule, columns=model.outputs)
     return names
 
 
@@ -79,7 +89,7 @@ def _check_tensor(where: str, tensor: "onnx.ValueInfoProto", kind: int, rule: st
         )
 
 
-def _read_tokenizer(model: ServedModel) -> tuple[int, tuple[tuple[int, ...], ...]]:
+def _read_tokenizer(model: ServedModel) -> tuple[int, tuple[WarmupRow, ...]]:
     from tokenizers import Tokenizer
 
     try:
@@ -95,4 +105,5 @@ def _read_tokenizer(model: ServedModel) -> tuple[int, tuple[tuple[int, ...], ...
         raise ModelError(f"model {model.name}: {model.tokenizer} has none of the padding tokens {_PAD_TOKENS}")
     tokenizer.no_padding()
     tokenizer.enable_truncation(model.max_tokens)
-    return pad_ids[0], tuple(tuple(tokenizer.encode(text).ids) for text in model.warmup_texts)
+    encodings = tokenizer.encode_batch(list(model.warmup_texts))
+    return pad_ids[0], tuple(WarmupRow(tuple(found.ids), tuple(found.type_ids)) for found in encodings)

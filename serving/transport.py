@@ -2,7 +2,7 @@
 
 import json
 import socket
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from http.client import HTTPException
@@ -14,10 +14,9 @@ from tritonclient.utils import InferenceServerException
 
 from serving.errors import DeadlineError, RequestError, UnavailableError
 
-Answer = tuple[str, float, list[float]]
-"""Label, its probability, and the probabilities of all labels in the model's order."""
+Column = list[list[Any]]
+"""One output of a request: a list of values for each text."""
 
-_OUTPUTS = ("LABEL", "SCORE", "PROBABILITIES")
 _MAX_MESSAGE_BYTES = 2**31 - 1
 _LATE = {"DEADLINE_EXCEEDED", "408", "504"}
 _REFUSED = {"INVALID_ARGUMENT", "NOT_FOUND", "UNIMPLEMENTED", "RESOURCE_EXHAUSTED", "OUT_OF_RANGE"}
@@ -28,17 +27,20 @@ class ModelFacts:
     """What a client must know of a model on the server."""
 
     labels: tuple[str, ...]
-    """Label names in the order of the probabilities."""
+    """Label names in the order of the probabilities; () is a regression."""
+
+    is_pair: bool
+    """Whether it reads two texts."""
 
     max_batch_size: int
-    """Most texts in one request."""
+    """Most texts, or pairs, in one request."""
 
 
 class Transport(Protocol):
     """One protocol of the server."""
 
-    def infer(self, model: str, texts: Sequence[bytes]) -> list[Answer]:
-        """Send one request and return one answer for each text."""
+    def infer(self, model: str, inputs: Mapping[str, Sequence[bytes]], outputs: Sequence[str]) -> list[Column]:
+        """Send one request, the texts of each input by its name, and return the outputs asked for."""
 
     def facts(self, model: str) -> ModelFacts:
         """Read the configuration of a model."""
@@ -71,20 +73,23 @@ class GrpcTransport:
         self._address, self._timeout_s = address, timeout_s
         self._client = library.InferenceServerClient(address, channel_args=options)
 
-    def infer(self, model: str, texts: Sequence[bytes]) -> list[Answer]:
-        """Send one request and return one answer for each text."""
-        tensor = self._library.InferInput("TEXT", [len(texts), 1], "BYTES")
-        tensor.set_data_from_numpy(_column(texts))
-        outputs = [self._library.InferRequestedOutput(name) for name in _OUTPUTS]
+    def infer(self, model: str, inputs: Mapping[str, Sequence[bytes]], outputs: Sequence[str]) -> list[Column]:
+        """Send one request, the texts of each input by its name, and return the outputs asked for."""
+        tensors = []
+        for name, texts in inputs.items():
+            tensors.append(self._library.InferInput(name, [len(texts), 1], "BYTES"))
+            tensors[-1].set_data_from_numpy(_column(texts))
+        asked = [self._library.InferRequestedOutput(name) for name in outputs]
         with _border(self._address, self._timeout_s):
-            result = self._client.infer(model, [tensor], outputs=outputs, client_timeout=self._timeout_s)
-        return _answers(result)
+            result = self._client.infer(model, tensors, outputs=asked, client_timeout=self._timeout_s)
+        return [result.as_numpy(name).tolist() for name in outputs]
 
     def facts(self, model: str) -> ModelFacts:
         """Read the configuration of a model."""
         with _border(self._address, self._timeout_s):
             config = self._client.get_model_config(model, client_timeout=self._timeout_s).config
-        return _facts(model, config.parameters["labels"].string_value, config.max_batch_size)
+        inputs = [tensor.name for tensor in config.input]
+        return _facts(model, config.parameters["labels"].string_value, inputs, config.max_batch_size)
 
     def is_ready(self, model: str) -> bool:
         """Say whether the server and a model are ready; False if no server answers."""
@@ -111,21 +116,24 @@ class HttpTransport:
         self._address, self._timeout_s = address, timeout_s
         self._client = library.InferenceServerClient(address, connection_timeout=timeout_s, network_timeout=timeout_s)
 
-    def infer(self, model: str, texts: Sequence[bytes]) -> list[Answer]:
-        """Send one request and return one answer for each text."""
-        tensor = self._library.InferInput("TEXT", [len(texts), 1], "BYTES")
-        tensor.set_data_from_numpy(_column(texts), binary_data=True)
-        outputs = [self._library.InferRequestedOutput(name, binary_data=True) for name in _OUTPUTS]
+    def infer(self, model: str, inputs: Mapping[str, Sequence[bytes]], outputs: Sequence[str]) -> list[Column]:
+        """Send one request, the texts of each input by its name, and return the outputs asked for."""
+        tensors = []
+        for name, texts in inputs.items():
+            tensors.append(self._library.InferInput(name, [len(texts), 1], "BYTES"))
+            tensors[-1].set_data_from_numpy(_column(texts), binary_data=True)
+        asked = [self._library.InferRequestedOutput(name, binary_data=True) for name in outputs]
         with _border(self._address, self._timeout_s):
-            result = self._client.infer(model, [tensor], outputs=outputs)
-        return _answers(result)
+            result = self._client.infer(model, tensors, outputs=asked)
+        return [result.as_numpy(name).tolist() for name in outputs]
 
     def facts(self, model: str) -> ModelFacts:
         """Read the configuration of a model."""
         with _border(self._address, self._timeout_s):
             config = self._client.get_model_config(model)
         labels = config.get("parameters", {}).get("labels", {}).get("string_value", "")
-        return _facts(model, labels, config["max_batch_size"])
+        inputs = [tensor["name"] for tensor in config["input"]]
+        return _facts(model, labels, inputs, config["max_batch_size"])
 
     def is_ready(self, model: str) -> bool:
         """Say whether the server and a model are ready; False if no server answers."""
@@ -147,20 +155,13 @@ def _column(texts: Sequence[bytes]) -> NDArray[np.object_]:
     return column
 
 
-def _answers(result: Any) -> list[Answer]:
-    labels, scores, rows = (result.as_numpy(name) for name in _OUTPUTS)
-    return [
-        (label.decode("utf-8"), score, row)
-        for label, score, row in zip(labels[:, 0], scores[:, 0].tolist(), rows.tolist(), strict=True)
-    ]
-
-
-def _facts(model: str, labels: str, max_batch_size: int) -> ModelFacts:
+def _facts(model: str, labels: str, inputs: Sequence[str], max_batch_size: int) -> ModelFacts:
+    # A regression has an empty list there; a model that takes no texts has nothing.
     if not labels:
         raise RequestError(
             f"model {model} names no labels in its configuration; ask for one that takes texts, not for its student"
         )
-    return ModelFacts(labels=tuple(json.loads(labels)), max_batch_size=max_batch_size)
+    return ModelFacts(labels=tuple(json.loads(labels)), is_pair="TEXT_PAIR" in inputs, max_batch_size=max_batch_size)
 
 
 def _is_loopback(address: str) -> bool:

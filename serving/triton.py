@@ -15,6 +15,8 @@ from serving.errors import RepositoryError
 from serving.model import ServedModel
 
 LABELS_FILE = "labels.txt"
+TEXTS = ("TEXT", "TEXT_PAIR")
+"""Inputs that take text; a model of single texts has the first alone."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,7 +40,11 @@ def text_bytes(text: str) -> bytes:
 
 
 def entry_config(model: ServedModel, *, student: str, pad_id: int, warmups: Sequence[Warmup] = ()) -> pb.ModelConfig:
-    """Return the config of the model that clients call: text in, label out, the graph of the model `student` inside."""
+    """Return the config of the model that clients call, with the graph of the model `student` inside.
+
+    Texts in: TEXT, and TEXT_PAIR where the model reads pairs; strings [1]. Out: LABEL string [1], SCORE float32 [1] and
+    PROBABILITIES float32 [labels], or, of a regression, VALUE float32 [1].
+    """
     return _text_config(model, model.name, f"../../{student}/{{version}}/model.onnx", pad_id, warmups)
 
 
@@ -59,7 +65,7 @@ def runner_config(
     config = _base(model, name, 1, warmups)
     for tensor in inputs:
         config.input.add(name=tensor, data_type=pb.TYPE_INT64, dims=[-1])
-    config.output.add(name="logits", data_type=pb.TYPE_FP32, dims=[len(model.labels)], label_filename=LABELS_FILE)
+    _add_numbers(config, "logits", model)
     _set_parameters(config, {"intra_op_threads": str(instances * threads), "max_tokens": str(model.max_tokens)})
     return config
 
@@ -88,22 +94,28 @@ def parameters_of(config: pb.ModelConfig) -> dict[str, str]:
 def _text_config(model: ServedModel, name: str, onnx: str, pad_id: int, warmups: Sequence[Warmup]) -> pb.ModelConfig:
     instances, threads = model.shares()
     config = _base(model, name, instances, warmups)
-    config.input.add(name="TEXT", data_type=pb.TYPE_STRING, dims=[1])
-    config.output.add(name="LABEL", data_type=pb.TYPE_STRING, dims=[1])
-    config.output.add(name="SCORE", data_type=pb.TYPE_FP32, dims=[1])
-    config.output.add(
-        name="PROBABILITIES", data_type=pb.TYPE_FP32, dims=[len(model.labels)], label_filename=LABELS_FILE
-    )
+    for tensor in TEXTS if model.pair else TEXTS[:1]:
+        config.input.add(name=tensor, data_type=pb.TYPE_STRING, dims=[1])
+    if model.labels:
+        config.output.add(name="LABEL", data_type=pb.TYPE_STRING, dims=[1])
+        config.output.add(name="SCORE", data_type=pb.TYPE_FP32, dims=[1])
+    _add_numbers(config, "PROBABILITIES" if model.labels else "VALUE", model)
     parameters = {
         "intra_op_threads": str(threads),
         "max_tokens": str(model.max_tokens),
         "onnx": onnx,
         "pad_id": str(pad_id),
-        # Triton does not hand labels.txt out, so clients read the names here.
+        # Triton does not hand labels.txt out, so clients read the names here; none says that it is a regression.
         "labels": json.dumps(model.labels),
     }
     _set_parameters(config, parameters)
     return config
+
+
+def _add_numbers(config: pb.ModelConfig, name: str, model: ServedModel) -> None:
+    """Add an output of one float32 for each label, or of one without a name for a regression."""
+    labels = LABELS_FILE if model.labels else ""
+    config.output.add(name=name, data_type=pb.TYPE_FP32, dims=[model.outputs], label_filename=labels)
 
 
 def _base(model: ServedModel, name: str, instances: int, warmups: Sequence[Warmup]) -> pb.ModelConfig:
@@ -123,7 +135,7 @@ def _base(model: ServedModel, name: str, instances: int, warmups: Sequence[Warmu
     for warmup in warmups:
         message = config.model_warmup.add(name=warmup.name, batch_size=warmup.batch_size)
         for tensor, (file, dims) in warmup.inputs.items():
-            kind = pb.TYPE_STRING if tensor == "TEXT" else pb.TYPE_INT64
+            kind = pb.TYPE_STRING if tensor in TEXTS else pb.TYPE_INT64
             message.inputs[tensor].CopyFrom(pb.ModelWarmup.Input(data_type=kind, dims=dims, input_data_file=file))
     return config
 

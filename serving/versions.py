@@ -1,7 +1,7 @@
 """One version of one published model: what it holds, how it is written, how it is checked.
 
 <model>/                     marked as ours by .compressor.json
-  config.pbtxt  labels.txt   copies of the newest version's, where Triton looks for them
+  config.pbtxt  labels.txt   copies of the newest version's, where Triton looks for them; a regression has no labels
   warmup/<sha>.bin           named by content, so a new version never changes what an older one uses
   <version>/                 immutable once renamed into place: files, config.pbtxt, labels.txt, manifest.json
 """
@@ -188,15 +188,18 @@ def refresh(content: Content, model: Path) -> None:
 def _write_shared(content: Content, model: Path) -> None:
     (model / "warmup").mkdir(exist_ok=True)
     wanted = {Path("warmup") / name: raw for name, raw in content.warmup.items()}
-    wanted |= {Path(name): _bytes(content.files[name]) for name in _SHARED}
+    wanted |= {Path(name): _bytes(content.files.get(name, b"")) for name in _SHARED}
     wanted[Path(MARKER)] = json.dumps(content.marker, indent=1).encode()
     _write_files(model, wanted)
 
 
 def _write_files(model: Path, wanted: Mapping[Path, bytes]) -> None:
-    """Replace the files of a model folder that differ, each in one step."""
+    """Replace the files of a model folder that differ, each in one step; one that shall have no bytes goes."""
     for name, raw in wanted.items():
         if _bytes(model / name) == raw:
+            continue
+        if not raw:
+            (model / name).unlink()
             continue
         # The temporary name is in the model's folder: Triton takes every file in `warmup` for what it says it is.
         descriptor, temporary = tempfile.mkstemp(prefix=PARTIAL, dir=model)

@@ -13,8 +13,8 @@ from typing import Any
 from compressor import artifact
 from compressor.artifact import Artifact
 from compressor.config import DistillConfig, FinetuneConfig, StudentConfig
-from compressor.dataset import Encoded, encode, write_examples
-from compressor.tasks import TASKS
+from compressor.dataset import Encoded, Example, encode, write_examples
+from compressor.tasks import TASKS, Task
 
 TASK = TASKS["sst2"]
 MAX_TOKENS = 16
@@ -38,14 +38,16 @@ def rows(count: int, *, seed: int = 0) -> Rows:
     return list(found.items())
 
 
-def bert(*, layers: int = 2, hidden: int = 32, heads: int = 4, seed: int = 0, **shape: Any) -> Any:
-    """A classifier with fresh weights, in evaluation mode."""
+def bert(*, layers: int = 2, hidden: int = 32, heads: int = 4, seed: int = 0, task: Task = TASK, **shape: Any) -> Any:
+    """A classifier, or the regression of its task, with fresh weights, in evaluation mode."""
     import torch
     from transformers import BertConfig, BertForSequenceClassification
 
     torch.manual_seed(seed)
     given = {"vocab_size": VOCABULARY, "intermediate_size": 2 * hidden, "max_position_embeddings": 64} | shape
-    names = {"id2label": dict(enumerate(TASK.labels)), "label2id": {label: n for n, label in enumerate(TASK.labels)}}
+    names: dict[str, Any] = {"num_labels": 1, "problem_type": "regression"}
+    if task.labels:
+        names = {"id2label": dict(enumerate(task.labels)), "label2id": {name: n for n, name in enumerate(task.labels)}}
     config = BertConfig(hidden_size=hidden, num_hidden_layers=layers, num_attention_heads=heads, **names, **given)
     return BertForSequenceClassification(config).eval()
 
@@ -82,17 +84,34 @@ def checkpoint(folder: Path, model: Any | None = None, *, words: tuple[str, ...]
     return folder
 
 
-def sealed(out: Path, kind: str, *, parents: dict[str, Artifact] | None = None) -> Any:
+def pair_task(labels: tuple[str, ...] = ("different", "alike"), **facts: Any) -> Task:
+    """A task of two texts; no labels make it a regression."""
+    given = {"name": "pairs", "columns": (("a",), ("b",)), "label_columns": ("label",), "max_tokens": MAX_TOKENS}
+    metrics = ("accuracy",) if labels else ("spearman", "pearson")
+    return Task.model_validate(given | {"labels": labels, "metrics": metrics} | facts)
+
+
+def task_rows(task: Task, count: int, *, seed: int = 0) -> list[Example]:
+    """Examples of any task of one or two texts: the label, or the score, hangs on the words good and bad."""
+    found = []
+    for number, (text, label) in enumerate(rows(count, seed=seed)):
+        texts = (text, f"{NOUNS[number % len(NOUNS)]} and {FILLERS[number % 3]} cast") if task.is_pair else (text,)
+        found.append(Example(texts, label + 0.1 * (number % 5) if task.is_regression else label, number))
+    return found
+
+
+def sealed(
+    out: Path, kind: str, *, parents: dict[str, Artifact] | None = None, section: dict[str, Any] | None = None
+) -> Any:
     """A context that yields the draft of an artifact whose key is its name."""
-    return artifact.write(out, kind, key=out.name, section={}, parents=parents or {})
+    return artifact.write(out, kind, key=out.name, section=section or {}, parents=parents or {})
 
 
-def examples(out: Path, *, train: int = 64, held_out: int = 40) -> Artifact:
+def examples(out: Path, *, train: int = 64, held_out: int = 40, task: Task = TASK) -> Artifact:
     """An artifact of examples in three splits."""
-    with sealed(out, "examples") as draft:
+    with sealed(out, "examples", section={"task": task.model_dump(mode="json")}) as draft:
         for seed, (split, count) in enumerate((("train", train), ("validation", held_out), ("test", held_out))):
-            numbered = ((text, label, number) for number, (text, label) in enumerate(rows(count, seed=seed)))
-            write_examples(draft.path / f"{split}.arrow", numbered)
+            write_examples(draft.path / f"{split}.arrow", task_rows(task, count, seed=seed), task)
     return Artifact.open(out, kind="examples")
 
 

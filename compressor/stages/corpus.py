@@ -1,11 +1,12 @@
-"""corpus: labelled text from files, a hub or the package index -> Arrow examples in three splits."""
+"""corpus: labelled text from files, a hub or the package index -> Arrow examples in splits."""
 
 from __future__ import annotations
 
-import csv
-import json
+import math
+import re
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -13,75 +14,141 @@ import numpy as np
 
 from compressor import artifact
 from compressor.artifact import Artifact
-from compressor.config import CorpusConfig
-from compressor.dataset import SPLITS, write_examples
-from compressor.errors import DataError
+from compressor.config import CorpusConfig, TaskConfig
+from compressor.dataset import Example, write_examples
+from compressor.errors import DataError, SourceError
 from compressor.sources import check, hub_error, index_file, index_text
-from compressor.tasks import Task
+from compressor.tables import SUFFIXES, Records, dataset_records, lines, records
+from compressor.tasks import Names, Task
 
-Row = tuple[str, int]  # text, label index
-SUFFIXES = (".tsv", ".csv", ".jsonl", ".parquet")
-SPLIT_NAMES = {"train": ("train",), "validation": ("dev", "validation"), "test": ("test",)}
+Row = tuple[tuple[str, ...], float]  # one text or the two of a pair, and the label index or score
+TRAIN: Names = ("train",)  # name of the file or hub split
 MAX_TEXT_BYTES = 100_000
-ALLOWED_CONTROLS = "\t\n\r"
+# Not tab and line ends. The second half but for ESC is let pass: it is what is left of a quotation mark (U+2018 to
+# U+201D) whose first byte was lost, as in GLUE's STS-B; BERT's tokenizer takes it out.
+CONTROL = re.compile(r"[\x00-\x08\x0b\x0c\x0e\x0f\x1b\x7f]")
+LARGEST_SCORE = float(np.finfo(np.float32).max)  # of what examples are kept in
+MAX_LABELS_FOUND = 1000
+LABELS_SHOWN = 20
 
 
 def corpus(config: CorpusConfig, task: Task, *, seed: int, key: str, out: Path) -> Artifact:
-    """Read the source into `train`, `validation` and `test` examples of `task`.
+    """Read the source into examples: `train`, `validation`, `test`, and those extra splits of `task` that it has.
 
-    Splits that the source does not have are cut from its rows, the same ones for the same seed, with each label's
-    share kept. Raises DataError that names file and line of a malformed row.
+    Splits that the source does not have are cut from its rows, the same ones for the same seed. Raises DataError that
+    names file and line of a malformed row, and SourceError if the source cannot be had or does not fit the task.
     """
     splits, facts = read_source(config, task, seed=seed)
-    for name in SPLITS:
-        labels = Counter(label for _, label in splits[name])
-        if len(labels) < 2:
-            only = task.labels[next(iter(labels))] if labels else None
-            found = f"only label {only!r}" if labels else "no rows"
-            raise DataError(f"the {name} split of {config.source} has {found}; a classifier needs at least two labels")
-    section = {**config.model_dump(), "task": task.name}
+    for name, rows in splits.items():
+        _refuse_one_answer(rows, task, f"the {name} split of {config.source}")
+    extra_files = {name: files for name, files in task.extra_files.items() if name in splits}
+    found = task.model_copy(update={"extra_files": extra_files})
+    section = {**config.model_dump(), "task": found.model_dump(mode="json")}
     with artifact.write(out, "examples", key=key, section=section, parents={}) as draft:
-        rows = {}
-        for name in SPLITS:
-            examples = ((text, label, number) for number, (text, label) in enumerate(splits[name]))
-            write_examples(draft.path / f"{name}.arrow", examples)
-            counts = Counter(label for _, label in splits[name])
-            rows[name] = {task.labels[label]: counts[label] for label in sorted(counts)}
-        draft.metrics.update(facts, rows=rows)
+        for name, rows in splits.items():
+            examples = (Example(texts, label, number) for number, (texts, label) in enumerate(rows))
+            write_examples(draft.path / f"{name}.arrow", examples, task)
+        draft.metrics.update(facts, rows={name: _counts(rows, task) for name, rows in splits.items()})
     return Artifact.open(out, kind="examples")
 
 
+def _refuse_one_answer(rows: list[Row], task: Task, what: str) -> None:
+    """Raise DataError if all rows have the same label or score: nothing can be learnt or measured from them."""
+    answers = {label for _, label in rows}
+    if len(answers) >= 2:
+        return
+    kind, rule = ("score", "two scores") if task.is_regression else ("label", "two labels")
+    only = [label if task.is_regression else task.labels[int(label)] for label in answers]
+    raise DataError(f"{what} has {f'only {kind} {only[0]!r}' if only else 'no rows'}; it needs at least {rule}")
+
+
+def _counts(rows: list[Row], task: Task) -> dict[str, int]:
+    """Rows by label, or by the range of their scores."""
+    if task.is_regression:
+        scores = [score for _, score in rows]
+        return {f"{min(scores):g} to {max(scores):g}": len(rows)}
+    counts = Counter(label for _, label in rows)
+    return {task.labels[int(label)]: counts[label] for label in sorted(counts)}
+
+
+def find_labels(config: CorpusConfig, task: TaskConfig) -> Names:
+    """The labels in the training rows of a user's own task, as first written, in alphabetical order.
+
+    Raises DataError if there are fewer than two, or so many that they must be numbers, and SourceError as `corpus`.
+    """
+    assert task.label is not None  # a task of the user's own
+    check(config.source, what="corpus.source")
+    if config.source.startswith("index:"):
+        raise _ratings_do_not_fit(config.source, task.name)
+    found: dict[str, str] = {}
+    title, rows = _tables(config.source, {"train": TRAIN}, only=task.label)["train"]
+    for where, fields in rows:
+        raw = fields[_column(fields, (task.label,), where)]
+        label = _written(raw)
+        if not label or not (isinstance(raw, str | int) or (isinstance(raw, float) and raw.is_integer())):
+            raise DataError(
+                f"{where}: label {raw!r} is no text, whole number, true or false; "
+                "set task.metric to 'pearson' to predict numbers"
+            )
+        found.setdefault(label.casefold(), label)
+        if len(found) > MAX_LABELS_FOUND:
+            raise DataError(
+                f"{title} has more than {MAX_LABELS_FOUND:,} labels in column {task.label!r}: they look like numbers; "
+                "set task.metric to 'pearson' for a regression, or list task.labels"
+            )
+    if len(found) < 2:
+        only = f"only label {next(iter(found.values()))!r}" if found else "no rows"
+        raise DataError(f"{title} has {only} in column {task.label!r}; a classifier needs at least two labels")
+    return tuple(sorted(found.values(), key=str.casefold))
+
+
 def read_source(config: CorpusConfig, task: Task, *, seed: int) -> tuple[dict[str, list[Row]], dict[str, Any]]:
-    """Rows of each split, and what the report says about where they come from."""
+    """Rows of each split, and what the report says about where they come from. Raises as `corpus` does."""
     check(config.source, what="corpus.source")
     kind, _, name = config.source.partition(":")
     if kind == "index":
+        if task.is_pair or {label.casefold() for label in task.labels} != {"negative", "positive"}:
+            raise _ratings_do_not_fit(config.source, task.name)
         source = index_file(name, what="corpus.source")
         rows, skipped = read_ratings(index_text(source), config.undecided, task)
         facts: dict[str, Any] = {"provenance": source.provenance, "undecided_left_out": skipped}
-        return _split(rows, config, seed=seed), facts | {"splits": "cut from one list of rows"}
+        return _split(rows, task, config, seed=seed), facts | {"splits": "cut from one list of rows"}
+    names = {"train": TRAIN, "validation": task.validation_files, "test": task.test_files, **task.extra_files}
+    tables = _tables(config.source, names, header=task.tsv_header, hub_config=task.hub_config)
+    read = {split: list(_rows(table, task, may_lack_labels=split == "test")) for split, table in tables.items()}
+    found = {split: rows for split, rows in read.items() if rows}
+    extra = {split: found.pop(split) for split in task.extra_files if split in found}
     if kind == "hub":
-        found, provenance = _read_hub(name, task), f"{task.hub_config} of {config.source}"
+        facts = {"provenance": f"{task.hub_config} of {config.source}" if task.hub_config else config.source}
     else:
         path = Path(config.source)
-        found, provenance = _read_path(path, task), f"{'files in ' if path.is_dir() else ''}{path.name}"
-    facts = {"provenance": provenance}
+        facts = {"provenance": f"{'files in ' if path.is_dir() else ''}{path.name}"}
     if set(found) == {"train"}:
-        return _split(found["train"], config, seed=seed), facts | {"splits": "cut from one list of rows"}
+        return _split(found["train"], task, config, seed=seed) | extra, facts | {"splits": "cut from one list of rows"}
     if "test" in found and "validation" in found:
-        return found, facts | {"splits": "as given; validation is used for choosing, test only for reporting"}
+        how = "as given; validation is used for choosing, test only for reporting"
+        return found | extra, facts | {"splits": how}
     # One held-out file: report on it, and choose on rows kept out of training, or the figures would flatter.
     reported = found["test"] if "test" in found else found["validation"]
-    train, validation = _hold_out(found["train"], config.validation, seed=seed)
-    splits = "one held-out file, used only for reporting; validation, used for choosing, is cut from train"
-    return {"train": train, "validation": validation, "test": reported}, facts | {"splits": splits}
+    train, validation = _hold_out(found["train"], task, config.validation, seed=seed)
+    how = "one held-out file, used only for reporting; validation, used for choosing, is cut from train"
+    return {"train": train, "validation": validation, "test": reported} | extra, facts | {"splits": how}
+
+
+def _ratings_do_not_fit(source: str, task: str) -> SourceError:
+    return SourceError(
+        f"corpus.source is {source!r}, which holds single texts that are negative or positive; "
+        f"for {task} give your own with --data"
+    )
 
 
 def read_ratings(path: Path, undecided: float, task: Task) -> tuple[list[Row], int]:
     """Rated sentences (id, mean rating, text; tab-separated) as rows, and how many were left out as undecided."""
-    negative, positive = task.labels.index("negative"), task.labels.index("positive")
-    rows, skipped = [], 0
-    for number, line in _lines(path):
+    negative, positive = task.label_index("negative"), task.label_index("positive")
+    assert negative is not None
+    assert positive is not None
+    rows, skipped = list[Row](), 0
+    for number, line in lines(path):
         fields = line.split("\t")
         try:
             _, rating, text = fields[0], float(fields[1]), fields[2]
@@ -91,156 +158,160 @@ def read_ratings(path: Path, undecided: float, task: Task) -> tuple[list[Row], i
             skipped += 1
         else:
             label = positive if rating > 0 else negative
-            rows.append((checked_text(text.strip(), f"{path}, line {number}"), label))
+            rows.append(((checked_text(text.strip(), f"{path}, line {number}"),), label))
     return rows, skipped
 
 
-def _split(rows: list[Row], config: CorpusConfig, *, seed: int) -> dict[str, list[Row]]:
-    """Train, validation and test rows cut from one list, stratified, fixed by the seed."""
-    rest, test = _hold_out(rows, config.test, seed=seed)
-    train, validation = _hold_out(rest, config.validation / (1 - config.test), seed=seed + 1)
+def _split(rows: list[Row], task: Task, config: CorpusConfig, *, seed: int) -> dict[str, list[Row]]:
+    """Train, validation and test rows cut from one list, fixed by the seed."""
+    rest, test = _hold_out(rows, task, config.test, seed=seed)
+    train, validation = _hold_out(rest, task, config.validation / (1 - config.test), seed=seed + 1)
     return {"train": train, "validation": validation, "test": test}
 
 
-def _hold_out(rows: list[Row], share: float, *, seed: int) -> tuple[list[Row], list[Row]]:
-    """Rows to keep and rows held out, each label in proportion. Equal texts fall on the same side."""
+def _hold_out(rows: list[Row], task: Task, share: float, *, seed: int) -> tuple[list[Row], list[Row]]:
+    """Rows to keep and rows held out, each label in proportion. Equal texts fall on the same side.
+
+    A pair is equal to another if both texts are: one premise with two hypotheses may fall on both sides.
+    """
     random = np.random.default_rng(seed)
-    by_label: dict[int, list[str]] = {}
-    for text, label in dict.fromkeys(rows):
-        by_label.setdefault(label, []).append(text)
-    held = set[str]()
+    by_label: dict[float, list[tuple[str, ...]]] = {}
+    for texts, label in dict.fromkeys(rows):
+        by_label.setdefault(0 if task.is_regression else label, []).append(texts)
+    held = set[tuple[str, ...]]()
     for label in sorted(by_label):
-        texts = by_label[label]
-        held.update(texts[index] for index in random.permutation(len(texts))[: round(share * len(texts))])
+        group = by_label[label]
+        held.update(group[index] for index in random.permutation(len(group))[: round(share * len(group))])
     return [row for row in rows if row[0] not in held], [row for row in rows if row[0] in held]
 
 
-def _read_path(path: Path, task: Task) -> dict[str, list[Row]]:
-    """Rows by split of a folder (train, dev or validation, test) or of one file (all of them as `train`)."""
-    if path.is_file():
-        return {"train": list(_read_file(path, task))}
+Table = tuple[str, Records]  # what it is called in messages, and its rows
+
+
+def _tables(
+    source: str,
+    names: Mapping[str, Names],
+    *,
+    header: Names = (),
+    hub_config: str | None = None,
+    only: str | None = None,
+) -> dict[str, Table]:
+    """The table of each split of a hub data set, a folder, or one file (`train`); `names` are what each may be called.
+
+    Nothing is read yet. Raises DataError if there is no `train`, or more than one table for a split.
+    """
+    kind, _, name = source.partition(":")
+    path = Path(source)
+    there: list[tuple[str, str, Table]]  # name, name with its ending, table
+    if kind == "hub":
+        loaded = _load_hub(name, hub_config)
+        titles = {split: f"{source}, {split}" for split in loaded}
+        there = [(split, split, (titles[split], dataset_records(loaded[split], titles[split]))) for split in loaded]
+        remedy = f"it has {', '.join(map(repr, loaded))}"
+    elif path.is_file():
+        return {"train": (str(path), records(path, header=header, only=only))}
+    else:
+        files = sorted(file for file in path.iterdir() if file.suffix in SUFFIXES)
+        there = [(file.stem, file.name, (str(file), records(file, header=header, only=only))) for file in files]
+        remedy = f"put train{' or train'.join(SUFFIXES)} there"
     found = {}
-    for split, names in SPLIT_NAMES.items():
-        files = [path / (name + suffix) for name in names for suffix in SUFFIXES if (path / (name + suffix)).is_file()]
-        if len(files) > 1:
-            raise DataError(f"{path} holds both {files[0].name} and {files[1].name}; keep one file for {split}")
-        if files:
-            rows = list(_read_file(files[0], task, unlabelled=split == "test"))
-            if rows:
-                found[split] = rows
+    for split, known in names.items():
+        tables = [(called, table) for stem, called, table in there if stem in known]
+        if len(tables) > 1:
+            raise DataError(f"{source} holds both {tables[0][0]} and {tables[1][0]}; keep one of them for {split}")
+        if tables:
+            found[split] = tables[0][1]
     if "train" not in found:
-        raise DataError(f"{path} holds no training rows; put train{' or train'.join(SUFFIXES)} there")
+        raise DataError(f"{source} holds no training rows; {remedy}")
     return found
 
 
-def _read_file(path: Path, task: Task, *, unlabelled: bool = False) -> Iterator[Row]:
-    """Checked rows of one file. A test file whose labels are withheld gives none, if `unlabelled` allows it."""
-    count = 0
-    for where, fields in _records(path):
-        count += 1
-        withheld = unlabelled and count == 1  # of all rows or of none: a label missing later is a mistake
-        for column in (task.column, task.label_column):
-            if fields.get(column) is None:
-                if column == task.label_column and withheld:
-                    return
-                found = "it is empty" if column in fields else f"found {', '.join(map(repr, fields))}"
-                raise DataError(f"{where}: no column {column!r}; {found}")
-        raw, text = fields[task.label_column], fields[task.column]
-        if not isinstance(text, str):
-            raise DataError(f"{where}: column {task.column!r} holds {type(text).__name__} {text!r}; it must be text")
-        label = task.label_index(str(int(raw) if isinstance(raw, float) and raw.is_integer() else raw))
-        if label is None:
-            if withheld and str(raw) == "-1":
-                return
-            known = ", ".join(f"{name} or {code}" for name, code in zip(task.labels, task.codes, strict=True))
-            raise DataError(f"{where}: label {raw!r} is unknown; labels of {task.name} are {known}")
-        yield checked_text(text, where), label
-    if not count:
-        raise DataError(f"{path} is empty; it needs rows with columns {task.column!r} and {task.label_column!r}")
+def _load_hub(name: str, config: str | None) -> Any:
+    from datasets import load_dataset
+    from datasets.exceptions import DatasetNotFoundError
 
-
-def _records(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """(file and line, fields by column name) of each row of a TSV, CSV, JSONL or Parquet file."""
-    match path.suffix:
-        case ".tsv":
-            yield from _read_tsv(path)
-        case ".csv":
-            yield from _read_csv(path)
-        case ".jsonl":
-            for number, line in _lines(path):
-                try:
-                    fields = json.loads(line)
-                except ValueError as error:
-                    raise DataError(f"{path}, line {number}: not a JSON object: {error}") from error
-                if not isinstance(fields, dict):
-                    raise DataError(f"{path}, line {number}: not a JSON object but {type(fields).__name__}")
-                yield f"{path}, line {number}", fields
-        case ".parquet":
-            import pyarrow as pa
-            import pyarrow.parquet as pq
-
-            try:
-                table = pq.read_table(path)
-            except pa.ArrowInvalid as error:
-                raise DataError(f"{path} is not a Parquet file: {error}") from error
-            for number, fields in enumerate(table.to_pylist(), start=1):
-                yield f"{path}, row {number}", fields
-        case other:
-            raise DataError(f"{path} ends in {other!r}; data files end in {', '.join(SUFFIXES)}")
-
-
-def _read_tsv(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """GLUE's dialect: tabs separate, quotes mean nothing, one row a line."""
-    lines = _lines(path)
-    header = next((line.split("\t") for _, line in lines), [])
-    for number, line in lines:
-        values = line.split("\t")
-        if len(values) != len(header):
-            raise DataError(f"{path}, line {number}: {len(values)} columns; the header has {len(header)}")
-        yield f"{path}, line {number}", dict(zip(header, values, strict=True))
-
-
-def _read_csv(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Ordinary CSV: commas separate, a quoted field may hold commas, quotes and line ends."""
-    reader = csv.reader((line for _, line in _decoded(path)), strict=True)
     try:
-        header = next(reader, [])
-        for values in reader:
-            where = f"{path}, line {reader.line_num}"
-            if not values:
-                continue  # a blank line, as at the end of many files
-            if len(values) != len(header):
-                raise DataError(f"{where}: {len(values)} columns; the header has {len(header)}")
-            yield where, dict(zip(header, values, strict=True))
-    except csv.Error as error:
-        raise DataError(f"{path}, line {reader.line_num}: {error}") from error
+        return load_dataset(name, config)
+    except (DatasetNotFoundError, ConnectionError, OSError, ValueError) as error:  # ValueError: no such configuration
+        raise hub_error(name, what="corpus.source") from error
 
 
-def _lines(path: Path) -> Iterator[tuple[int, str]]:
-    """(number, text) of the lines that hold something, without their ends."""
-    for number, line in _decoded(path):
-        text = line.removesuffix("\n").removesuffix("\r")
-        if text:
-            yield number, text
+def _rows(table: Table, task: Task, *, may_lack_labels: bool) -> Iterator[Row]:
+    """Checked rows of a table. One whose labels are withheld gives none, if `may_lack_labels` allows it."""
+    title, rows = table
+    first = next(rows, None)
+    if first is None:
+        columns = " and ".join(map(_either, [*task.columns, task.label_columns]))
+        raise DataError(f"{title} is empty; it needs rows with columns {columns}")
+    # Withheld are the labels of all rows or of none: one that is missing later is a mistake.
+    if may_lack_labels and _is_withheld(first[1], task):
+        return
+    for where, fields in chain([first], rows):
+        texts = tuple(_text(fields, names, where) for names in task.columns)
+        raw = fields[_column(fields, task.label_columns, where)]
+        yield texts, _score(raw, task, where) if task.is_regression else _label(raw, task, where)
 
 
-def _decoded(path: Path) -> Iterator[tuple[int, str]]:
-    """(number, text with its end) of each line of a UTF-8 file. LF alone ends a line: U+2028 and NEL are text."""
+def _is_withheld(fields: Mapping[str, Any], task: Task) -> bool:
+    given = [fields[name] for name in task.label_columns if fields.get(name) not in (None, "")]
+    minus_one_is_an_answer = task.score_range is None if task.is_regression else task.label_index("-1") is not None
+    return not given or (_written(given[0]) == "-1" and not minus_one_is_an_answer)
+
+
+def _either(names: Names) -> str:
+    return " or ".join(map(repr, names))
+
+
+def _column(fields: Mapping[str, Any], names: Names, where: str) -> str:
+    """The one of `names` that a row has. Raises DataError if it has none, two, or nothing in it."""
+    here = [name for name in names if name in fields]
+    if len(here) > 1:
+        raise DataError(f"{where}: column {here[0]!r} and column {here[1]!r} stand for the same; drop one")
+    if not here or fields[here[0]] is None:
+        found = "it is empty" if here else f"found {', '.join(map(repr, fields))}"
+        raise DataError(f"{where}: no column {_either(names)}; {found}")
+    return here[0]
+
+
+def _text(fields: Mapping[str, Any], names: Names, where: str) -> str:
+    column = _column(fields, names, where)
+    text = fields[column]
+    if not isinstance(text, str):
+        raise DataError(f"{where}: column {column!r} holds {type(text).__name__} {text!r}; it must be text")
+    return checked_text(text, f"{where}, column {column!r}")
+
+
+def _written(label: Any) -> str:
+    """A label as text: Parquet and JSON have numbers and true and false as well."""
+    if isinstance(label, bool):
+        return str(label).lower()
+    # A table whose label column once had gaps holds whole numbers as floats.
+    return str(int(label) if isinstance(label, float) and label.is_integer() else label).strip()
+
+
+def _label(raw: Any, task: Task, where: str) -> int:
+    index = task.label_index(_written(raw))
+    if index is None:
+        known = list(task.labels)
+        if task.codes:
+            known = [f"{name} or {code}" for name, code in zip(task.labels, task.codes, strict=True)]
+        more = f" and {len(known) - LABELS_SHOWN} more" if len(known) > LABELS_SHOWN else ""
+        shown = ", ".join(known[:LABELS_SHOWN])
+        raise DataError(f"{where}: label {raw!r} is unknown; labels of {task.name} are {shown}{more}")
+    return index
+
+
+def _score(raw: Any, task: Task, where: str) -> float:
     try:
-        with path.open("rb") as file:
-            for number, raw in enumerate(file, start=1):
-                if number == 1:
-                    raw = raw.removeprefix(b"\xef\xbb\xbf")  # the byte order mark that some editors write
-                try:
-                    yield number, raw.decode("utf-8")
-                except UnicodeDecodeError as error:
-                    raise DataError(
-                        f"{path}, line {number}: not UTF-8 ({error.reason} at byte {error.start})"
-                    ) from error
-    except FileNotFoundError as error:
-        raise DataError(f"{path} does not exist") from error
-    except OSError as error:
-        raise DataError(f"{path} cannot be read: {error.strerror}") from error
+        score = float(raw)
+    except (TypeError, ValueError, OverflowError):
+        score = math.nan
+    if isinstance(raw, bool) or not abs(score) <= LARGEST_SCORE:
+        raise DataError(f"{where}: score {raw!r} is no finite number; correct it or drop the row")
+    low, high = task.score_range or (score, score)
+    if not low <= score <= high:
+        raise DataError(f"{where}: score {score:g} is outside the task's range of {low:g} to {high:g}")
+    return score
 
 
 def checked_text(text: str, where: str) -> str:
@@ -253,44 +324,7 @@ def checked_text(text: str, where: str) -> str:
         raise DataError(f"{where}: the text holds half a character ({text[error.start]!r}); drop the row") from error
     if size > MAX_TEXT_BYTES:
         raise DataError(f"{where}: the text has {size} bytes; the limit is {MAX_TEXT_BYTES}; cut it or drop the row")
-    control = next(
-        (char for char in text if (ord(char) < 32 and char not in ALLOWED_CONTROLS) or ord(char) == 127), None
-    )
+    control = CONTROL.search(text)
     if control is not None:
-        raise DataError(f"{where}: the text holds control character {control!r}; remove it or drop the row")
+        raise DataError(f"{where}: the text holds control character {control.group()!r}; remove it or drop the row")
     return text
-
-
-def _read_hub(name: str, task: Task) -> dict[str, list[Row]]:
-    """Rows by split of a hub data set, labels by name. A split whose labels are withheld is left out."""
-    from datasets import load_dataset
-    from datasets.exceptions import DatasetNotFoundError
-
-    try:
-        loaded = load_dataset(name, task.hub_config)
-    except (DatasetNotFoundError, ConnectionError, OSError, ValueError) as error:  # ValueError: no such configuration
-        raise hub_error(name, what="corpus.source") from error
-    found: dict[str, list[Row]] = {}
-    for split in SPLITS:
-        if split not in loaded:
-            continue
-        dataset = loaded[split]
-        if not {task.column, task.label_column} <= set(dataset.column_names):
-            wanted = f"{task.column!r} and {task.label_column!r}"
-            raise DataError(f"hub:{name} has columns {dataset.column_names}; {task.name} needs {wanted}")
-        names = dataset.features[task.label_column].names
-        known = {position: task.label_index(label) for position, label in enumerate(names)}
-        indices = {position: index for position, index in known.items() if index is not None}
-        if len(indices) < len(names):
-            raise DataError(f"hub:{name} has labels {names}; {task.name} has {list(task.labels)}")
-        rows = enumerate(zip(dataset[task.column], dataset[task.label_column], strict=True), start=1)
-        labelled = [
-            (checked_text(text, f"hub:{name}, {split}, row {number}"), indices[label])
-            for number, (text, label) in rows
-            if label in indices
-        ]
-        if labelled:
-            found[split] = labelled
-    if "train" not in found:
-        raise DataError(f"hub:{name} holds no training rows; it has {', '.join(map(repr, loaded))}")
-    return found

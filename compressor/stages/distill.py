@@ -1,35 +1,34 @@
 """distill: one stage of TinyBERT's task distillation: teacher + student + objective -> student.
 
-Shape legend: N rows, C classes, D teacher width, d student width.
+Shape legend: N rows, C outputs, D teacher width, d student width.
 """
 
 from __future__ import annotations
 
+import hashlib
+import logging
+import math
+import os
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor, nn
+from scipy.special import entr, softmax
+from torch import nn
 from transformers import BertForSequenceClassification
 
 from compressor import artifact
 from compressor.artifact import CHECKPOINT, Artifact
-from compressor.config import DistillConfig, StudentConfig
+from compressor.checkpoints import SIZES, Projections, general_student, load_classifier, load_tokenizer
+from compressor.config import DistillConfig, Precision, StudentConfig
 from compressor.dataset import ENCODED, Encoded, encode
-from compressor.evaluate import TorchPredictor, measure, predict, save_classifier
-from compressor.losses import intermediate_loss, soft_cross_entropy
-from compressor.models import (
-    Observed,
-    copied_student,
-    general_student,
-    layer_map,
-    load_classifier,
-    load_tokenizer,
-    random_student,
-    student_shape,
-)
+from compressor.errors import ModelError
+from compressor.evaluate import TorchPredictor, measure, predict, scores
+from compressor.models import copied_student, layer_map, random_student, student_shape
+from compressor.objectives import Intermediate, Prediction, refuse_unlike
 from compressor.progress import Progress
 from compressor.projection import projected_student
 from compressor.sources import model_folder
@@ -40,16 +39,42 @@ from compressor.world import World, launch
 PROJECTION_ROWS = 2_000  # texts that show the subspace of the teacher's states
 TEACHER_BATCH = 128
 VALIDATIONS_PER_EPOCH = 4  # of the prediction stage: on augmented rows an epoch is long
+UNIFORM = 0.95  # share of the largest possible entropy above which a teacher knows nothing of its classes
+ENTROPY_ROWS = 100_000  # rows of the teacher's logits in memory at a time
+log = logging.getLogger(__name__)
+
+Begun = tuple[BertForSequenceClassification, Projections | None, dict[str, Any]]
+"""A student, what its projections to the teacher's width start from, and facts for the metrics."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Job:
+    """What each process is told."""
+
+    config: DistillConfig
+    student: StudentConfig
+    task: Task
+    teacher: Artifact
+    examples: Artifact
+    corpus: Artifact
+    start: Artifact | None
+    general: Artifact | None
+    max_tokens: int
+    seed: int
+    cache: Path
+    out: Path
 
 
 def distill(
     config: DistillConfig,
-    student: StudentConfig | Artifact,
+    student: StudentConfig,
     task: Task,
     *,
     teacher: Artifact,
     examples: Artifact,
     corpus: Artifact,
+    start: Artifact | None = None,
+    general: Artifact | None = None,
     max_tokens: int,
     seed: int,
     key: str,
@@ -59,180 +84,173 @@ def distill(
 ) -> Artifact:
     """Teach a student by `config.objective` on the training rows of `examples`.
 
-    `student` is the shape of a new one, or the student of an earlier stage. Validation and test rows come from
-    `corpus`. Raises ModelError if the student does not fit the teacher.
+    The student is the one of an earlier stage, `start`, or a new one of the shape `student`, begun as `student.init`
+    says; `general` is what init "general" begins with. Held-out rows come from `corpus`. Raises ModelError if the
+    student does not fit the teacher, or if the teacher's answers are as good as uniform.
     """
     parents = {"teacher": teacher, "examples": examples, "corpus": corpus}
-    section = config.model_dump()
-    if isinstance(student, Artifact):
-        parents["student"] = student
-    else:
-        section |= {"student": student.model_dump()}
-    with artifact.write(out, "student", key=key, section=section, parents=parents) as draft:
-        arguments = (
-            config,
-            student,
-            task,
-            teacher,
-            examples,
-            corpus,
-            max_tokens,
-            seed,
-            out.parent / ENCODED,
-            draft.path,
+    parents |= {role: parent for role, parent in (("start", start), ("general", general)) if parent is not None}
+    section = config.model_dump() | {"student": student.model_dump(), "max_tokens": max_tokens, "seed": seed}
+    with artifact.write(out, "student", key=key, section=section, parents=parents, together=True) as draft:
+        job = _Job(
+            config=config,
+            student=student,
+            task=task,
+            teacher=teacher,
+            examples=examples,
+            corpus=corpus,
+            start=start,
+            general=general,
+            max_tokens=max_tokens,
+            seed=seed,
+            cache=out.parent / ENCODED,
+            out=draft.path,
         )
-        launch(_work, *arguments, processes=processes, device=device)
+        launch(_work, job, processes=processes, device=device)
         draft.take_result()
     return Artifact.open(out, kind="student")
 
 
-def _work(
-    world: World,
-    config: DistillConfig,
-    student: StudentConfig | Artifact,
-    task: Task,
-    teacher_artifact: Artifact,
-    examples: Artifact,
-    corpus: Artifact,
-    max_tokens: int,
-    seed: int,
-    cache: Path,
-    out: Path,
-) -> None:
+def _work(world: World, job: _Job) -> None:
     """What each process does."""
-    torch.manual_seed(seed)  # a general student's head, projections that start from no basis
-    tokenizer = load_tokenizer(teacher_artifact.path)
-    teacher = load_classifier(teacher_artifact.path, task).to(world.device).eval().requires_grad_(False)
-    train = encode(examples, "train", tokenizer, max_tokens, cache=cache, world=world)
-    held_out = {
-        name: encode(corpus, name, tokenizer, max_tokens, cache=cache, world=world) for name in ("validation", "test")
-    }
-    if isinstance(student, Artifact):
-        model, basis_Dd = load_classifier(student.path, task), None
-    else:
-        original = encode(corpus, "train", tokenizer, max_tokens, cache=cache, world=world)
-        model, basis_Dd = new_student(student, teacher, tokenizer, original, task, seed)
-    metrics: dict[str, Any] = {"parameters": model.num_parameters(), "train_rows": len(train)}
-    if not isinstance(student, Artifact):
-        metrics["at_start"] = measure(
-            predict(TorchPredictor(model), held_out["validation"]), held_out["validation"].label_N
-        )
+    config, task = job.config, job.task
+    torch.manual_seed(job.seed)  # a general student's head, projections that start from nothing
+    tokenizer = load_tokenizer(job.teacher.path)
+    teacher = load_classifier(job.teacher.path, task).eval().requires_grad_(False)
+    layers = layer_map(job.student.layers, teacher.config.num_hidden_layers, job.student.layer_map)
+    if config.objective == "intermediate":
+        refuse_unlike(config, student_shape(job.student, teacher.config), teacher.config)
+    begun = None if job.start is None else earlier_student(job.start, job, teacher, tokenizer)
+
+    def encoded(examples: Artifact, split: str) -> Encoded:
+        return encode(examples, split, tokenizer, job.max_tokens, cache=job.cache, world=world)
+
+    train = encoded(job.examples, "train")
+    held_out = {split: encoded(job.corpus, split) for split in task.held_out}
+    if begun is None:
+        original = encoded(job.corpus, "train")
+        # One process makes it: another machine might come to another basis.
+        begun = world.broadcast(new_student(job, teacher, layers, original, tokenizer) if world.is_leader else None)
+    model, projections, facts = begun
+    metrics: dict[str, Any] = {"parameters": model.num_parameters(), "train_rows": len(train)} | facts
+    model.to(world.device)
+    teacher.to(world.device)
+    if job.start is None and metrics["head_trained"]:
+        metrics["at_start"] = _measured(model, task, held_out["validation"], world)[0]
 
     def validate() -> float:
-        logits_NC = predict(TorchPredictor(model), held_out["validation"])
-        model.train()
-        return float(measure(logits_NC, held_out["validation"].label_N)["accuracy"])
+        logits_NC = predict(TorchPredictor(model), held_out["validation"], world=world)
+        return scores(task, logits_NC, held_out["validation"].label_N)[task.metric]
 
     module: nn.Module
     if config.objective == "intermediate":
-        module, check = Intermediate(model, teacher, basis_Dd), None
+        module, check = Intermediate(model, teacher, layers, config, projections), None
     else:
-        logits_NC = teacher_logits(teacher, train, world, out / CHECKPOINT)
-        module, check = Prediction(model, torch.from_numpy(logits_NC), config.temperature), validate
+        logits_NC = teacher_logits(teacher, train, config.precision, world=world, file=_logits_file(job, world))
+        refuse_uniform(logits_NC, job.teacher.path)
+        module, check = Prediction(model, logits_NC, config), validate
+        metrics["head_trained"] = True
     metrics["history"] = fit(
         module,
-        train,
+        train.padded_to(job.max_tokens) if config.normalisation == "published" else train,
         config,
         world=world,
-        seed=seed,
-        folder=out / CHECKPOINT,
+        seed=job.seed,
+        folder=job.out / CHECKPOINT,
         validate=check,
         validations_per_epoch=VALIDATIONS_PER_EPOCH,
     )
+    for split, rows in held_out.items():
+        metrics[split], logits_NC = _measured(model, task, rows, world)
+        if world.is_leader:
+            np.save(job.out / f"{split}.logits.npy", logits_NC)
     if world.is_leader:
-        model.requires_grad_(True)
-        metrics |= save_classifier(model, tokenizer, held_out, out)
-        artifact.write_result(out, metrics)
+        model.save_pretrained(job.out)
+        tokenizer.save_pretrained(job.out)
+        artifact.write_result(job.out, metrics)
+
+
+def _measured(
+    model: BertForSequenceClassification, task: Task, rows: Encoded, world: World
+) -> tuple[dict[str, Any], NDArray[np.float32]]:
+    """Metrics and logits of a model, every process doing its share."""
+    logits_NC = predict(TorchPredictor(model), rows, world=world)
+    return measure(task, logits_NC, rows.label_N), logits_NC
+
+
+def earlier_student(start: Artifact, job: _Job, teacher: BertForSequenceClassification, tokenizer: Any) -> Begun:
+    """The student of an earlier stage. Raises ModelError if its shape or vocabulary is not what is needed."""
+    folder, shape = start.path, student_shape(job.student, teacher.config)
+    model = load_classifier(folder, job.task)
+    for name in SIZES:
+        mine, theirs = getattr(shape, name), getattr(model.config, name)
+        if mine != theirs:
+            raise ModelError(f"the student {folder} has {name} {theirs}; the recipe's [student] asks for {mine}")
+    if load_tokenizer(folder).get_vocab() != tokenizer.get_vocab():
+        raise ModelError(
+            f"the student {folder} has another vocabulary than the teacher; their token ids would not mean the same; "
+            "give the teacher that it was made with"
+        )
+    return model, None, {"head_trained": start.metrics.get("head_trained", False)}
 
 
 def new_student(
-    config: StudentConfig,
-    teacher: BertForSequenceClassification,
-    tokenizer: Any,
-    examples: Encoded,
-    task: Task,
-    seed: int,
-) -> tuple[BertForSequenceClassification, Tensor | None]:
-    """A student before any training, and the basis (D, d) of its width in the teacher's, if it started from one."""
-    shape = student_shape(config, teacher.config)
-    match config.init:
-        case "random":
-            return random_student(shape, seed), None
-        case "teacher-layers":
-            return copied_student(shape, teacher), torch.eye(shape.hidden_size)
-        case "project":
-            random = np.random.default_rng(seed)
-            rows = random.permutation(len(examples))[:PROJECTION_ROWS]
-            rows = rows[np.argsort(examples.length_N[rows], kind="stable")]
-            groups = [rows[first : first + 64] for first in range(0, len(rows), 64)]
-            batches = [Tensors.of(examples.batch(group), teacher.device) for group in groups]
-            return projected_student(shape, teacher, [(batch.input_ids_BS, batch.mask_BS) for batch in batches], seed)
-        case source:
-            folder = model_folder(source, what="student.init")
-            return general_student(folder, shape, tokenizer.get_vocab(), task), None
+    job: _Job, teacher: BertForSequenceClassification, layers: tuple[int, ...], original: Encoded, tokenizer: Any
+) -> Begun:
+    """A student before any training.
 
-
-class Intermediate(nn.Module):
-    """Embedding, hidden states and attention scores of the mapped layers, against the teacher's.
-
-    The head is not trained here and takes no part. Each layer and the embedding have their own projection to the
-    teacher's width; it starts at `basis_Dd` where the student was made from one.
+    `layers` are the teacher's (from 0) that it learns from; `original` are training rows that nothing was added to.
     """
+    shape = student_shape(job.student, teacher.config)
+    match job.student.init:
+        case "random":
+            return random_student(shape, job.seed), None, {"head_trained": False}
+        case "teacher-layers":
+            student = copied_student(shape, teacher, layers)
+            return student, _from_basis(torch.eye(shape.hidden_size)), {"head_trained": True}
+        case "project":
+            random = np.random.default_rng(job.seed)
+            rows = random.permutation(len(original))[:PROJECTION_ROWS]
+            rows = rows[np.argsort(original.lengths(rows), kind="stable")]
+            groups = [rows[first : first + 64] for first in range(0, len(rows), 64)]
+            batches = [Tensors.of(original.batch(group), teacher.device) for group in groups]
+            sample = [(batch.input_ids_BS, batch.segment_BS, batch.mask_BS) for batch in batches]
+            student, basis_Dd = projected_student(shape, teacher, sample, job.seed, kept=layers)
+            return student, _from_basis(basis_Dd), {"head_trained": True}
+        case source:
+            folder = job.general.path if job.general is not None else model_folder(source, what="student.init")
+            student, projections, report = general_student(folder, shape, tokenizer.get_vocab(), job.task)
+            facts = {"head_trained": False, "start": report.as_dict()}
+            if projections is not None and len(projections[0][1]) != teacher.config.hidden_size:
+                log.warning(
+                    "student.init %s has projections to a width of %d; the teacher's is %d, so new ones are learnt",
+                    folder,
+                    len(projections[0][1]),
+                    teacher.config.hidden_size,
+                )
+                projections = None
+            return student, projections, facts | {"projections_used": projections is not None}
 
-    def __init__(
-        self, student: BertForSequenceClassification, teacher: BertForSequenceClassification, basis_Dd: Tensor | None
-    ) -> None:
-        super().__init__()
-        layers = student.config.num_hidden_layers
-        self._mapped = layer_map(layers, teacher.config.num_hidden_layers)
-        student.bert.pooler.requires_grad_(False)
-        student.classifier.requires_grad_(False)
-        self.student = Observed(student, range(layers))
-        width, narrow = teacher.config.hidden_size, student.config.hidden_size
-        self.projections = nn.ModuleList([nn.Linear(narrow, width, bias=False) for _ in range(layers + 1)])
-        if basis_Dd is not None:
-            with torch.no_grad():
-                for projection in self.projections:
-                    projection.weight.copy_(basis_Dd)  # type: ignore[operator]  # a ModuleList forgets its types
-        # In a list, so that the teacher is no part of this module: not trained, not saved, not synchronised.
-        self._teacher = [Observed(teacher, self._mapped)]
 
-    def forward(self, batch: Tensors) -> dict[str, Tensor]:
-        """The loss terms `embedding`, `hidden`, `attention`."""
-        with torch.no_grad():
-            theirs = self._teacher[0](batch.input_ids_BS, batch.mask_BS)
-        mine = self.student(batch.input_ids_BS, batch.mask_BS)
-        hidden = [projection(state) for projection, state in zip(self.projections, mine.hidden, strict=True)]
-        targets = [theirs.hidden[0], *(theirs.hidden[layer + 1] for layer in self._mapped)]
-        scores = [mine.scores[layer] for layer in range(len(self._mapped))]
-        return intermediate_loss(
-            hidden, targets, scores, [theirs.scores[layer] for layer in self._mapped], batch.mask_BS.bool()
-        )
+def _logits_file(job: _Job, world: World) -> Path:
+    """Where the teacher's logits are kept: beside the encoded rows, for every stage that asks the same of them."""
+    asked = f"{job.teacher.content} {job.examples.content} {job.max_tokens} {job.config.precision} {world.device.type}"
+    return job.cache / f"{hashlib.sha256(asked.encode()).hexdigest()[:24]}.logits.npy"
 
 
-class Prediction(nn.Module):
-    """Soft cross-entropy of the student's logits against the teacher's, which were worked out once."""
-
-    def __init__(self, student: nn.Module, teacher_logits_NC: Tensor, temperature: float) -> None:
-        super().__init__()
-        self.student = student
-        self._teacher_logits_NC = teacher_logits_NC  # no buffer: it belongs to the rows, not to the student
-        self._temperature = temperature
-
-    def forward(self, batch: Tensors) -> dict[str, Tensor]:
-        """The loss term `soft_label`."""
-        logits_BC = self.student(input_ids=batch.input_ids_BS, attention_mask=batch.mask_BS).logits
-        target_BC = self._teacher_logits_NC[batch.row_B.cpu()].to(logits_BC.device)
-        return {"soft_label": soft_cross_entropy(logits_BC, target_BC, self._temperature)}
+def _from_basis(basis_Dd: torch.Tensor) -> Projections:
+    return [(basis_Dd, torch.zeros(len(basis_Dd)))]
 
 
 def teacher_logits(
-    teacher: BertForSequenceClassification, examples: Encoded, world: World, folder: Path
+    teacher: BertForSequenceClassification, examples: Encoded, precision: Precision, *, world: World, file: Path
 ) -> NDArray[np.float32]:
-    """The teacher's logits (N, C) on every training row, each process doing its share, kept for a resumed run."""
-    folder.mkdir(parents=True, exist_ok=True)
-    done, partial = folder / "teacher_logits.npy", folder / "teacher_logits.partial.npy"
-    if not world.broadcast(done.is_file()):
+    """The teacher's logits (N, C) on every training row, as a read-only memory map of `file`.
+
+    Each process does its share, unless the file is there already.
+    """
+    partial = file.with_suffix(f".{world.broadcast(os.getpid())}")
+    if not world.broadcast(file.is_file()):
         shape = (len(examples), teacher.config.num_labels)
         if world.is_leader:
             # numpy gives open_memmap no type hints.
@@ -244,14 +262,33 @@ def teacher_logits(
             progress.advance(len(batch.row_B))
             if number % world.size == world.rank:
                 tensors = Tensors.of(batch, world.device)
-                with torch.inference_mode(), autocast(world):
-                    output = teacher(input_ids=tensors.input_ids_BS, attention_mask=tensors.mask_BS)
+                with torch.inference_mode(), autocast(world, precision):
+                    output = teacher(
+                        input_ids=tensors.input_ids_BS,
+                        token_type_ids=tensors.segment_BS,
+                        attention_mask=tensors.mask_BS,
+                    )
                 logits_NC[batch.row_B] = output.logits.float().cpu().numpy()
         progress.close()
         logits_NC.flush()
         world.barrier()
         if world.is_leader:
-            partial.rename(done)
+            partial.replace(file)
         world.barrier()
-    loaded: NDArray[np.float32] = np.load(done)
+    loaded: NDArray[np.float32] = np.load(file, mmap_mode="r")
     return loaded
+
+
+def refuse_uniform(logits_NC: NDArray[np.float32], teacher: Path) -> None:
+    """Raise ModelError if a teacher's answers (N, C) are, on average, as good as uniform: there is nothing to learn."""
+    rows, classes = logits_NC.shape
+    if classes == 1:
+        return
+    parts = (logits_NC[first : first + ENTROPY_ROWS] for first in range(0, rows, ENTROPY_ROWS))
+    entropy = sum(float(entr(softmax(part, axis=1)).sum(dtype=np.float64)) for part in parts) / rows
+    if not entropy <= UNIFORM * math.log(classes):  # also if it is nan
+        raise ModelError(
+            f"the teacher {teacher} hardly tells the {classes} classes apart: the mean entropy of its answers to the "
+            f"training rows is {entropy:.3f}, and {math.log(classes):.3f} is guessing; its head may not be fine-tuned "
+            "for this task; give a fine-tuned teacher"
+        )

@@ -11,11 +11,11 @@ from numpy.typing import NDArray
 
 from compressor import artifact
 from compressor.artifact import Artifact
+from compressor.checkpoints import load_classifier, load_tokenizer
 from compressor.config import ExportConfig
 from compressor.dataset import ENCODED, Encoded, encode
 from compressor.errors import GateError
-from compressor.evaluate import MODEL_FILE, OnnxPredictor, TorchPredictor
-from compressor.models import load_classifier, load_tokenizer
+from compressor.evaluate import MODEL_FILE, OnnxPredictor, TorchPredictor, same_answers
 from compressor.progress import quiet_libraries
 from compressor.tasks import Task
 from compressor.world import available_cores
@@ -59,7 +59,7 @@ def export(
             )
             log.info("export %s", line)
             if not parity["max_logit_difference"] <= config.max_logit_difference:
-                raise GateError(f"parity gate: {line}; labels agree on {100 * parity['label_agreement']:.2f} %")
+                raise GateError(f"parity gate: {line}; the same answer to {100 * parity['agreement']:.2f} %")
     return Artifact.open(out, kind="onnx")
 
 
@@ -74,10 +74,11 @@ def export_onnx(model: Path, folder: Path) -> None:
 
 
 def measure_parity(graph: Path, model: Path, task: Task, examples: Encoded) -> dict[str, Any]:
-    """Largest logit difference, and label agreement, to PyTorch: in batches of several sizes, long and short mixed."""
+    """Largest logit difference, and agreement, to PyTorch: in batches of several sizes, long and short mixed."""
     random = np.random.default_rng(0)
     rows = random.permutation(len(examples))[:PARITY_ROWS]
-    rows[:2] = examples.length_N.argmax(), examples.length_N.argmin()
+    length_N = examples.lengths(np.arange(len(examples)))
+    rows[:2] = length_N.argmax(), length_N.argmin()
     batches = [
         examples.batch(rows[first : first + batch_size])
         for batch_size in PARITY_BATCHES
@@ -85,14 +86,13 @@ def measure_parity(graph: Path, model: Path, task: Task, examples: Encoded) -> d
     ]
     # One after the other: the threads of either would slow the other down.
     theirs_NC, mine_NC = (
-        np.concatenate([predictor(batch.input_ids_BS, batch.mask_BS) for batch in batches])
+        np.concatenate([predictor(batch.inputs) for batch in batches])
         for predictor in (TorchPredictor(load_classifier(model, task)), OnnxPredictor(graph, threads=available_cores()))
     )
     largest = _difference(mine_NC, theirs_NC)
-    agreement = float((mine_NC.argmax(axis=1) == theirs_NC.argmax(axis=1)).mean())
     return {
         "max_logit_difference": largest,
-        "label_agreement": agreement,
+        "agreement": float(same_answers(task, mine_NC, theirs_NC).mean()),
         "rows": len(rows),
         "batch_sizes": list(PARITY_BATCHES),
     }

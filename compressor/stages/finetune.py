@@ -5,18 +5,17 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
-from torch.nn.functional import cross_entropy
+from torch.nn.functional import cross_entropy, mse_loss
 
 from compressor import artifact
 from compressor.artifact import CHECKPOINT, Artifact
+from compressor.checkpoints import adopt_classifier, check_vocabulary, load_encoder, load_tokenizer
 from compressor.config import FinetuneConfig
-from compressor.dataset import ENCODED, SPLITS, encode
+from compressor.dataset import ENCODED, encode
 from compressor.errors import ModelError
-from compressor.evaluate import TorchPredictor, measure, predict, save_classifier
-from compressor.models import check_vocabulary, load_classifier, load_encoder, load_tokenizer
+from compressor.evaluate import METRIC_NAMES, TorchPredictor, blind_score, predict, save_classifier, scores
 from compressor.sources import model_folder
 from compressor.tasks import Task
 from compressor.training import Tensors, fit
@@ -39,7 +38,9 @@ def finetune(
 
     Raises ModelError if a checkpoint does not fit the task, or if the teacher is no better than chance.
     """
-    with artifact.write(out, "teacher", key=key, section=config.model_dump(), parents={"corpus": examples}) as draft:
+    with artifact.write(
+        out, "teacher", key=key, section=config.model_dump(), parents={"corpus": examples}, together=True
+    ) as draft:
         cache = out.parent / ENCODED
         launch(_work, config, task, examples, max_tokens, seed, cache, draft.path, processes=processes, device=device)
         draft.take_result()
@@ -63,18 +64,19 @@ def _work(
     folder = model_folder(source, what=what)
     tokenizer = load_tokenizer(folder)
     torch.manual_seed(seed)  # the new head
-    model = load_classifier(folder, task) if config.teacher else load_encoder(folder, task)
+    model, loaded = adopt_classifier(folder, task) if config.teacher else load_encoder(folder, task)
     check_vocabulary(model, tokenizer, folder)
-    encoded = {name: encode(examples, name, tokenizer, max_tokens, cache=cache, world=world) for name in SPLITS}
-    metrics: dict[str, Any] = {"source": source, "parameters": model.num_parameters()}
+    splits = ("train", *task.held_out)
+    encoded = {name: encode(examples, name, tokenizer, max_tokens, cache=cache, world=world) for name in splits}
+    metrics: dict[str, Any] = {"source": source, "parameters": model.num_parameters(), "loaded": loaded.as_dict()}
 
     def validate() -> float:
-        logits_NC = predict(TorchPredictor(model), encoded["validation"])
+        logits_NC = predict(TorchPredictor(model), encoded["validation"], world=world)
         model.train()
-        return float(measure(logits_NC, encoded["validation"].label_N)["accuracy"])
+        return scores(task, logits_NC, encoded["validation"].label_N)[task.metric]
 
     if config.teacher is None:
-        module = Classification(model)
+        module = Supervised(model, task)
         history = fit(
             module, encoded["train"], config, world=world, seed=seed, folder=out / CHECKPOINT, validate=validate
         )
@@ -82,30 +84,36 @@ def _work(
     else:
         model.to(world.device)
     if world.is_leader:
-        metrics |= save_classifier(model, tokenizer, encoded, out)
-        counts = np.bincount(encoded["validation"].label_N)
-        artifact.write_result(out, {**metrics, "majority": float(counts.max() / counts.sum())})
+        metrics |= save_classifier(model, tokenizer, task, encoded, out)
+        artifact.write_result(out, {**metrics, "blind": blind_score(task, encoded["validation"].label_N)})
 
 
-class Classification(nn.Module):
-    """Cross-entropy of a classifier on labelled rows."""
+class Supervised(nn.Module):
+    """Cross-entropy of a classifier, or squared error of a regression, on labelled rows."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, task: Task) -> None:
         super().__init__()
         self.model = model
+        self._is_regression = task.is_regression
 
     def forward(self, batch: Tensors) -> dict[str, torch.Tensor]:
         """The loss term `label`."""
-        logits_BC = self.model(input_ids=batch.input_ids_BS, attention_mask=batch.mask_BS).logits
-        return {"label": cross_entropy(logits_BC.float(), batch.label_B)}
+        output = self.model(input_ids=batch.input_ids_BS, token_type_ids=batch.segment_BS, attention_mask=batch.mask_BS)
+        logits_BC = output.logits.float()
+        if self._is_regression:
+            return {"label": mse_loss(logits_BC[:, 0], batch.label_B)}
+        return {"label": cross_entropy(logits_BC, batch.label_B)}
 
 
 def _refuse_chance(metrics: dict[str, Any], source: str) -> None:
-    """Raise ModelError unless the teacher is surely better than always giving the most frequent label."""
+    """Raise ModelError unless the teacher is surely better than giving every text the same answer."""
     low, _ = metrics["validation"]["interval_95"]
-    if low <= metrics["majority"]:
+    if low <= metrics["blind"]:
+        found = metrics["validation"]
+        name, score = METRIC_NAMES[found["metric"]], 100 * found["score"]
         raise ModelError(
-            f"the teacher from {source} has {100 * metrics['validation']['accuracy']:.1f} % accuracy on the validation "
-            f"rows, and the most frequent label alone gives {100 * metrics['majority']:.1f} %; a student would learn "
-            "noise; check the checkpoint's label names, or the labels of the data"
+            f"the teacher from {source} has {name} {score:.1f} (95 % interval from {100 * low:.1f}) on the "
+            f"{found['rows']} validation rows, and the same answer to every text has {100 * metrics['blind']:.1f}; a "
+            "student would learn noise; train it longer, give it more rows, or check the checkpoint's label names and "
+            "the labels of the data"
         )

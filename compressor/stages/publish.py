@@ -7,12 +7,12 @@ from pathlib import Path
 from compressor import artifact
 from compressor.artifact import Artifact
 from compressor.config import PublishConfig
-from compressor.dataset import read_examples
+from compressor.dataset import read_examples, texts_of
 from compressor.evaluate import MODEL_FILE
 from compressor.tasks import Task
 from serving import repository
 from serving.errors import RepositoryError
-from serving.model import ServedModel
+from serving.model import ServedModel, Text
 from serving.versions import read_manifest
 
 WARMUP_QUANTILES = (0.1, 0.5, 0.9, 1.0)  # of the validation texts' lengths: short, usual, long, longest
@@ -35,8 +35,7 @@ def publish(
     The same content published again changes nothing; other content becomes the next version. Raises RepositoryError
     if `root` holds models that are not ours, or cannot be written.
     """
-    texts = sorted(read_examples(corpus.path / "validation.arrow")["text"], key=len)
-    warmup = tuple(dict.fromkeys(texts[round(quantile * (len(texts) - 1))] for quantile in WARMUP_QUANTILES))
+    warmup = _warmup_texts(corpus, task)
 
     def served(folder: Path) -> ServedModel:
         return ServedModel(
@@ -44,6 +43,7 @@ def publish(
             onnx=folder / MODEL_FILE,
             tokenizer=folder / "tokenizer.json",
             labels=task.labels,
+            pair=task.is_pair,
             max_tokens=max_tokens,
             max_batch_size=config.max_batch_size,
             warmup_texts=warmup,
@@ -56,6 +56,13 @@ def publish(
         versions = {folder.parent.name: {"version": int(folder.name), "digest": _digest(folder)} for folder in folders}
         draft.metrics.update(repository=str(root), versions=versions)
     return Artifact.open(out, kind="publication")
+
+
+def _warmup_texts(corpus: Artifact, task: Task) -> tuple[Text, ...]:
+    """A short, a usual, a long and the longest text, or pair, of the validation split."""
+    rows = sorted(texts_of(read_examples(corpus.path / "validation.arrow")), key=lambda texts: sum(map(len, texts)))
+    chosen = dict.fromkeys(rows[round(quantile * (len(rows) - 1))] for quantile in WARMUP_QUANTILES)
+    return tuple((texts[0], texts[1]) if task.is_pair else texts[0] for texts in chosen)
 
 
 def is_published(publication: Artifact, root: Path) -> bool:

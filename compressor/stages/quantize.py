@@ -26,14 +26,26 @@ from onnxruntime.quantization import (
 
 from compressor import artifact, machine
 from compressor.artifact import Artifact
+from compressor.checkpoints import load_classifier, load_tokenizer
 from compressor.config import QuantizeConfig
 from compressor.dataset import ENCODED, Encoded, encode
 from compressor.errors import GateError
-from compressor.evaluate import MODEL_FILE, OnnxPredictor, Predictor, TorchPredictor, measure, measure_splits, predict
+from compressor.evaluate import (
+    INPUT_NAMES,
+    METRIC_NAMES,
+    MODEL_FILE,
+    Logits,
+    OnnxPredictor,
+    Predictor,
+    TorchPredictor,
+    measure_splits,
+    paired,
+    predict,
+    same_answers,
+    scores,
+)
 from compressor.latency import shaped_call, summary, time_in_turns
-from compressor.models import load_classifier, load_tokenizer
 from compressor.progress import quiet_libraries
-from compressor.statistics import paired
 from compressor.tasks import Task
 from compressor.world import available_cores
 
@@ -70,7 +82,7 @@ def quantize(
         tokenizer = load_tokenizer(student)
         encoded = {
             name: encode(corpus, name, tokenizer, max_tokens, cache=out.parent / ENCODED)
-            for name in ("train", "validation", "test")
+            for name in ("train", *task.held_out)
         }
         threads = available_cores()
         graphs = {"fp32": student / MODEL_FILE}
@@ -78,13 +90,13 @@ def quantize(
             graphs[scheme] = draft.path / f"{scheme}.onnx"
             with quiet_libraries():  # ONNX Runtime advises a pre-processing that changes nothing in these graphs
                 quantize_graph(graphs["fp32"], graphs[scheme], scheme, encoded["train"], config.calibration_rows, seed)
-        table = score(graphs, encoded["validation"], threads, len(tokenizer))
+        table = score(task, graphs, encoded["validation"], threads, len(tokenizer))
         chosen = choose(table, config.max_metric_drop)
         for scheme in config.candidates:
             if scheme != chosen:
                 graphs[scheme].unlink()
         graphs[chosen].rename(draft.path / MODEL_FILE)
-        metrics = measure_splits(OnnxPredictor(draft.path / MODEL_FILE, threads=threads), encoded, draft.path)
+        metrics = measure_splits(OnnxPredictor(draft.path / MODEL_FILE, threads=threads), task, encoded, draft.path)
         draft.metrics.update(metrics, scheme=chosen, candidates=table, threads=threads)
         draft.metrics["latency"] = time_systems(
             teacher, onnx_models, draft.path / MODEL_FILE, task, threads, len(tokenizer)
@@ -209,9 +221,8 @@ class CalibrationTexts(CalibrationDataReader):  # type: ignore[misc]  # ORT has 
     @staticmethod
     def _make(examples: Encoded, rows: NDArray[np.int64], inputs: list[str]) -> Iterator[dict[str, NDArray[np.int64]]]:
         for row in rows:
-            batch = examples.batch(np.array([row]), multiple=1)
-            feeds = {"input_ids": batch.input_ids_BS, "attention_mask": batch.mask_BS}
-            feeds["token_type_ids"] = np.zeros_like(batch.mask_BS)
+            size = int(examples.lengths(np.array([row]))[0])
+            feeds = dict(zip(INPUT_NAMES, examples.padded_to(size).batch(np.array([row])).inputs, strict=True))
             yield {name: feeds[name] for name in inputs}
 
     def get_next(self) -> dict[str, NDArray[np.int64]] | None:
@@ -219,8 +230,10 @@ class CalibrationTexts(CalibrationDataReader):  # type: ignore[misc]  # ORT has 
         return next(self._feeds, None)
 
 
-def score(graphs: dict[str, Path], validation: Encoded, threads: int, vocabulary: int) -> list[dict[str, Any]]:
-    """One row per graph, fp32 first: accuracy, flips between batches, agreement with fp32, size, latency."""
+def score(
+    task: Task, graphs: dict[str, Path], validation: Encoded, threads: int, vocabulary: int
+) -> list[dict[str, Any]]:
+    """One row per graph, fp32 first: the metric, flips between batches, agreement with fp32, size, latency."""
     predictors = {name: OnnxPredictor(path, threads=threads) for name, path in graphs.items()}
     latency: dict[str, dict[str, float]] = {name: {} for name in graphs}
     for batch, tokens in LATENCY_SHAPES:
@@ -228,19 +241,20 @@ def score(graphs: dict[str, Path], validation: Encoded, threads: int, vocabulary
         for name, times_ms in time_in_turns(calls).items():
             latency[name][f"{batch}x{tokens}"] = float(np.median(times_ms))
     table = []
-    fp32: NDArray[np.float32] | None = None
+    fp32: Logits | None = None
     for name, predictor in predictors.items():
         alone_NC, together_NC = (predict(predictor, validation, batch) for batch in SERVED_BATCHES)
         fp32 = alone_NC if fp32 is None else fp32
-        accuracies = [measure(logits, validation.label_N)["accuracy"] for logits in (alone_NC, together_NC)]
+        found = [scores(task, logits, validation.label_N)[task.metric] for logits in (alone_NC, together_NC)]
         table.append(
             {
                 "scheme": name,
-                "accuracy": min(accuracies),
-                "accuracy_batch_1": accuracies[0],
-                "accuracy_batch_64": accuracies[1],
-                "label_flips": float((alone_NC.argmax(axis=1) != together_NC.argmax(axis=1)).mean()),
-                "against_fp32": paired(fp32, alone_NC, validation.label_N),
+                "metric": task.metric,
+                "score": min(found),
+                "score_batch_1": found[0],
+                "score_batch_64": found[1],
+                "flips": float((~same_answers(task, alone_NC, together_NC)).mean()),
+                "against_fp32": paired(task, fp32, alone_NC, validation.label_N),
                 "size_bytes": graphs[name].stat().st_size,
                 "p50_ms": latency[name],
             }
@@ -274,19 +288,19 @@ def choose(table: list[dict[str, Any]], max_metric_drop: float) -> str:
     """
     fp32, *candidates = table
     for row in table:
-        log.info("quantize %s", line(row, fp32["accuracy"]))
-    drops = {row["scheme"]: fp32["accuracy"] - row["accuracy"] for row in candidates}
+        log.info("quantize %s", line(row, fp32["score"]))
+    drops = {row["scheme"]: fp32["score"] - row["score"] for row in candidates}
     # The tolerance is for the rounding of shares of rows, not for the gate.
     passed = [row for row in candidates if drops[row["scheme"]] <= max_metric_drop + 1e-12]
     if not passed:
-        rows = "; ".join(line(row, fp32["accuracy"]) for row in table)
+        rows = "; ".join(line(row, fp32["score"]) for row in table)
         best = min(drops, key=lambda scheme: drops[scheme])
         raise GateError(
             f"accuracy gate: the best INT8 candidate ({best}) loses {100 * drops[best]:.2f} points on the validation "
             f"rows; the bound is {100 * max_metric_drop:.2f} (quantize.max_metric_drop); {rows}"
         )
     fastest = min(speed(row) for row in passed)
-    chosen = min((row for row in passed if speed(row) <= fastest * SAME_SPEED), key=lambda row: row["label_flips"])
+    chosen = min((row for row in passed if speed(row) <= fastest * SAME_SPEED), key=lambda row: row["flips"])
     log.info(
         "quantize chose %s: loses %.2f points (bound %.2f)",
         chosen["scheme"],
@@ -301,10 +315,11 @@ def speed(row: dict[str, Any]) -> float:
     return float(np.exp(np.mean(np.log(list(row["p50_ms"].values())))))
 
 
-def line(row: dict[str, Any], fp32_accuracy: float) -> str:
+def line(row: dict[str, Any], fp32_score: float) -> str:
     """One row of the table in words."""
+    lost = 100 * (row["score"] - fp32_score)
     return (
-        f"{row['scheme']}: accuracy {100 * row['accuracy']:.2f} % ({100 * (row['accuracy'] - fp32_accuracy):+.2f}), "
-        f"{100 * row['label_flips']:.2f} % of labels flip between batch 1 and 64, "
+        f"{row['scheme']}: {METRIC_NAMES[row['metric']]} {100 * row['score']:.2f} ({lost:+.2f}), "
+        f"{100 * row['flips']:.2f} % of answers flip between batch 1 and 64, "
         f"{row['size_bytes'] / 1e6:.1f} MB, {row['p50_ms']['1x32']:.2f} ms at 1x32"
     )

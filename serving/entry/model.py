@@ -1,9 +1,10 @@
-"""Text in, label and probabilities out: Triton's Python backend runs this file inside the server.
+"""Texts or pairs in, labels and probabilities or numbers out: Triton's Python backend runs this file in the server.
 
-It stands beside `tokenizer.json` and `labels.txt` in a version folder, and opens the ONNX file that the model's
-parameter `onnx` names. All waiting requests are tokenised together, padded together and run together.
+It stands beside `tokenizer.json` in a version folder, and opens the ONNX file that the model's parameter `onnx` names.
+The model's configuration says which inputs it takes (TEXT, or TEXT and TEXT_PAIR) and its labels (none: a regression).
+All waiting requests are tokenised together, padded together and run together.
 
-shape legend: R rows (texts), T tokens, C classes
+shape legend: R rows (texts or pairs), T tokens, C classes, or 1 for a regression
 """
 
 import json
@@ -24,9 +25,9 @@ MAX_TEXT_BYTES = 100_000
 PAD_MULTIPLE = 8
 """Batches are padded to a multiple of this many tokens: few distinct shapes, and whole vector registers."""
 
-# The second half of the control characters (U+0080 to U+009F) is let pass: it is what mis-decoded quotation marks
-# of real data sets turn into, and BERT's own tokenizer drops it.
-_CONTROL = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f]")
+# U+0010 to U+001F (but escape) and U+0080 to U+009F are let pass: it is what mis-decoded quotation marks of real data
+# sets turn into, and BERT's own tokenizer drops it. The same characters pass in training data.
+_CONTROL = re.compile(r"[\x00-\x08\x0b\x0c\x0e\x0f\x1b\x7f]")
 
 
 class BadTextError(Exception):
@@ -37,7 +38,7 @@ class TritonPythonModel:
     """One instance of the model; Triton calls `initialize` once and `execute` with whatever waits in the queue."""
 
     def initialize(self, args: dict[str, str]) -> None:
-        """Load tokenizer, labels and graph. `args` is Triton's: strings, and the configuration as JSON."""
+        """Load tokenizer and graph. `args` is Triton's: strings, and the configuration as JSON."""
         config = json.loads(args["model_config"])
         parameters = {name: value["string_value"] for name, value in config["parameters"].items()}
         version = Path(args["model_repository"]) / args["model_version"]
@@ -47,7 +48,9 @@ class TritonPythonModel:
         os.environ["RAYON_NUM_THREADS"] = str(threads)
         self.max_batch_size = int(config["max_batch_size"])
         self.max_tokens = int(parameters["max_tokens"])
-        self.labels = np.array((version / "labels.txt").read_text("utf-8").splitlines(), dtype=object)
+        self.texts = [tensor["name"] for tensor in config["input"]]
+        self.labels = np.array(json.loads(parameters["labels"]), dtype=object)
+        self.is_regression = not self.labels.size
         self.tokenizer = Tokenizer.from_file(str(version / "tokenizer.json"))
         self.tokenizer.no_padding()
         self.tokenizer.enable_truncation(self.max_tokens)
@@ -58,40 +61,54 @@ class TritonPythonModel:
     def execute(self, requests: list[Any]) -> list[Any]:
         """Return one response for each request, in order; a bad request gets an error of its own."""
         errors: dict[int, str] = {}
-        texts: list[str] = []
+        rows: list[tuple[str, ...]] = []
         owners: list[int] = []
         for index, request in enumerate(requests):
             try:
-                found = read_texts(pb_utils.get_input_tensor_by_name(request, "TEXT").as_numpy())
+                found = self.read(request)
             except BadTextError as error:
                 errors[index] = str(error)
             else:
-                texts += found
+                rows += found
                 owners += [index] * len(found)
-        encodings = self.tokenizer.encode_batch_fast(texts)
-        for owner, text, encoding in zip(owners, texts, encodings, strict=True):
-            if all(encoding.special_tokens_mask):
-                errors[owner] = f"TEXT {text[:20]!a} holds nothing that the tokenizer can read; send at least one word"
+        encodings = self.tokenizer.encode_batch_fast(rows if len(self.texts) == 2 else [text for (text,) in rows])
+        for owner, texts, encoding in zip(owners, rows, encodings, strict=True):
+            for number in set(range(len(texts))) - set(encoding.sequence_ids):
+                errors[owner] = (
+                    f"{self.texts[number]} {texts[number][:20]!a} holds nothing that the tokenizer can read; "
+                    "send at least one word"
+                )
         kept = [row for row, owner in enumerate(owners) if owner not in errors]
-        probabilities_RC = self.classify([encodings[row] for row in kept])
+        answers_RC = self.run([encodings[row] for row in kept])
         rows_of: dict[int, list[int]] = {}
         for position, row in enumerate(kept):
             rows_of.setdefault(owners[row], []).append(position)
         return [
-            refusal(errors[index]) if index in errors else self.response(probabilities_RC[rows_of[index]])
+            refusal(errors[index]) if index in errors else self.response(answers_RC[rows_of[index]])
             for index in range(len(requests))
         ]
 
-    def classify(self, encodings: list[Encoding]) -> NDArray[Any]:
-        """Return the probabilities, float32 [R, C], of tokenised texts; at most `max_batch_size` run at a time."""
+    def read(self, request: Any) -> list[tuple[str, ...]]:
+        """Return the rows of one request, each of one text or two; raise BadTextError naming the broken rule."""
+        columns = [read_texts(pb_utils.get_input_tensor_by_name(request, name).as_numpy(), name) for name in self.texts]
+        if len(columns[0]) != len(columns[-1]):
+            raise BadTextError(f"TEXT holds {len(columns[0])} texts and TEXT_PAIR {len(columns[1])}; send pairs")
+        return list(zip(*columns, strict=True))
+
+    def run(self, encodings: list[Encoding]) -> NDArray[Any]:
+        """Return the probabilities, or the numbers of a regression, float32 [R, C], of tokenised rows.
+
+        At most `max_batch_size` rows run at a time.
+        """
         chunks = [
-            softmax(self.session.run(["logits"], self.feed(encodings[start : start + self.max_batch_size]))[0])
+            self.session.run(["logits"], self.feed(encodings[start : start + self.max_batch_size]))[0]
             for start in range(0, len(encodings), self.max_batch_size)
         ]
-        return np.concatenate(chunks) if chunks else np.empty((0, len(self.labels)), np.float32)
+        logits_RC: NDArray[Any] = np.concatenate(chunks) if chunks else np.empty((0, 1), np.float32)
+        return logits_RC if self.is_regression else softmax(logits_RC)
 
     def feed(self, encodings: list[Encoding]) -> dict[str, NDArray[Any]]:
-        """Return the graph's inputs, int64 [R, T], T being the longest text padded to a multiple of 8."""
+        """Return the graph's inputs, int64 [R, T], T being the longest row padded to a multiple of 8."""
         longest = max(len(encoding) for encoding in encodings)
         # Padding may not pass max_tokens: the position table can end there.
         width = min(-(-longest // PAD_MULTIPLE) * PAD_MULTIPLE, self.max_tokens)
@@ -104,19 +121,21 @@ class TritonPythonModel:
         tensors = {"input_ids": ids_RT, "attention_mask": mask_RT, "token_type_ids": types_RT}
         return {name: tensors[name] for name in self.inputs}
 
-    def response(self, probabilities_RC: NDArray[Any]) -> Any:
-        """Return the answer for one request of R texts."""
-        if not np.isfinite(probabilities_RC).all():
+    def response(self, answers_RC: NDArray[Any]) -> Any:
+        """Return the answer for one request of R rows."""
+        if not np.isfinite(answers_RC).all():
             error = pb_utils.TritonError(
                 "the model answered a number that is not finite", pb_utils.TritonError.INTERNAL
             )
             return pb_utils.InferenceResponse(error=error)
-        best_R1 = probabilities_RC.argmax(axis=1)[:, None]
+        if self.is_regression:
+            return pb_utils.InferenceResponse(output_tensors=[pb_utils.Tensor("VALUE", answers_RC)])
+        best_R1 = answers_RC.argmax(axis=1)[:, None]
         return pb_utils.InferenceResponse(
             output_tensors=[
                 pb_utils.Tensor("LABEL", self.labels[best_R1]),
-                pb_utils.Tensor("SCORE", np.take_along_axis(probabilities_RC, best_R1, axis=1)),
-                pb_utils.Tensor("PROBABILITIES", probabilities_RC),
+                pb_utils.Tensor("SCORE", np.take_along_axis(answers_RC, best_R1, axis=1)),
+                pb_utils.Tensor("PROBABILITIES", answers_RC),
             ]
         )
 
@@ -132,12 +151,12 @@ def open_session(onnx: Path, threads: int) -> onnxruntime.InferenceSession:
     )
 
 
-def read_texts(texts_R1: NDArray[Any]) -> list[str]:
-    """Return the texts of one request, an object array of bytes [R, 1]; raise BadTextError naming the broken rule."""
+def read_texts(texts_R1: NDArray[Any], name: str) -> list[str]:
+    """Return the texts of one input, an object array of bytes [R, 1]; raise BadTextError naming the broken rule."""
     if texts_R1.ndim != 2 or texts_R1.shape[1] != 1 or not len(texts_R1):
-        raise BadTextError(f"TEXT has shape {list(texts_R1.shape)}; send [texts, 1] with at least one text")
+        raise BadTextError(f"{name} has shape {list(texts_R1.shape)}; send [texts, 1] with at least one text")
     one = len(texts_R1) == 1
-    return [read_text(bytes(raw), "TEXT" if one else f"TEXT[{row}]") for row, raw in enumerate(texts_R1[:, 0])]
+    return [read_text(bytes(raw), name if one else f"{name}[{row}]") for row, raw in enumerate(texts_R1[:, 0])]
 
 
 def read_text(raw: bytes, name: str) -> str:

@@ -56,8 +56,8 @@ def save_tiny_bert(folder: Path, *, layers: int, seed: int) -> None:
 
 def build_tiny(root: Path) -> TinyBuild:
     """Make a run folder and publish it."""
-    from compressor.dataset import write_examples
-    from compressor.models import load_tokenizer
+    from compressor.checkpoints import load_tokenizer
+    from compressor.dataset import Example, write_examples
     from compressor.stages.export import export_onnx
     from compressor.stages.publish import publish
     from compressor.stages.quantize import quantize_graph
@@ -68,12 +68,14 @@ def build_tiny(root: Path) -> TinyBuild:
     (run / RUN_FILE).write_text(json.dumps({"recipe": "laptop", "config": config.model_dump()}))
 
     def seal(name: str, kind: str, parents: dict[str, Artifact]) -> Any:
-        return artifact.write(run / name, kind, key=name, section={}, parents=parents)
+        return artifact.write(
+            run / name, kind, key=name, section={"task": TASK.model_dump(mode="json")}, parents=parents
+        )
 
     with seal("1-corpus", "examples", {}) as draft:
         for split in ("train", "validation", "test"):
-            rows = [(text, number % 2, number) for number, text in enumerate(TEXTS * 4)]
-            write_examples(draft.path / f"{split}.arrow", rows)
+            rows = [Example((text,), number % 2, number) for number, text in enumerate(TEXTS * 4)]
+            write_examples(draft.path / f"{split}.arrow", rows, TASK)
     corpus = Artifact.open(run / "1-corpus", kind="examples")
     with seal("3-finetune", "teacher", {"corpus": corpus}) as draft:
         save_tiny_bert(draft.path, layers=2, seed=0)

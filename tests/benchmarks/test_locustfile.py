@@ -6,6 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pyarrow as pa
 import pytest
 
 from serving.runtime import TritonServer
@@ -66,7 +67,7 @@ def test_missing_texts_are_one_sentence_and_an_exit_code(tmp_path: Path) -> None
 UNITS = """
 import runpy, sys
 file = runpy.run_path(sys.argv[1])
-from serving.client import Classification
+from serving.client import Classification, Regression
 
 def refused(label, score, probabilities, count=1):
     answer = Classification(text="a", label=label, score=score, probabilities=probabilities)
@@ -83,6 +84,17 @@ assert refused("positive", 0.75, right, count=2)
 assert refused("positive", 0.25, right)
 assert refused("positive", float("nan"), {"negative": float("nan"), "positive": 0.5})
 
+def wrong_number(value, labels=()):
+    try:
+        file["check_answers"]([Regression(text="a", pair="b", value=value)], labels, 1)
+    except file["WrongAnswerError"]:
+        return True
+    return False
+
+assert not wrong_number(2.5)
+assert wrong_number(float("nan"))
+assert wrong_number(2.5, ("negative", "positive"))
+
 Sample = file["Sample"]
 samples = [Sample("HTTP sst2 x1", 10.0 + i / 100, float(i + 1), i == 0) for i in range(21)]
 (found,) = file["summarize"](samples)
@@ -91,6 +103,55 @@ assert found["p50_ms"] == 11.5 and found["p99_ms"] is None, found
 assert abs(found["answered_per_s"] - 20 / 0.221) < 1e-6, found
 assert not any(name in sys.modules for name in ("torch", "compressor", "transformers"))
 """
+
+
+READS = """
+import runpy, sys
+from pathlib import Path
+read_texts, folder = runpy.run_path(sys.argv[1])["read_texts"], Path(sys.argv[2])
+single, pairs = ["a film", "one\\tmore"], [("a film", "no film"), ("é", "two")]
+assert read_texts(folder / "single.txt") == read_texts(folder / "single.jsonl") == read_texts(folder / "single.arrow")
+assert read_texts(folder / "single.txt") == single
+for ending in ("tsv", "jsonl", "arrow"):
+    assert read_texts(folder / f"pairs.{ending}") == pairs, ending
+for name in ("empty.txt", "half.tsv", "three.tsv", "blank.jsonl"):
+    try:
+        read_texts(folder / name)
+    except ValueError:
+        continue
+    raise SystemExit(f"{name} was taken")
+"""
+
+
+def test_texts_and_pairs_are_read_from_each_kind_of_file(tmp_path: Path) -> None:
+    rows = {
+        "single": {"text": ["a film", "one\tmore"]},
+        "pairs": {"text": ["a film", "é"], "text_b": ["no film", "two"]},
+    }
+    for name, columns in rows.items():
+        table = pa.table(columns)
+        with pa.OSFile(str(tmp_path / f"{name}.arrow"), "wb") as file, pa.ipc.new_stream(file, table.schema) as stream:
+            stream.write_table(table)
+        lines = [json.dumps(row) for row in table.to_pylist()]
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(lines))
+    (tmp_path / "single.txt").write_text("a film\n\none\tmore\n")
+    (tmp_path / "pairs.tsv").write_text("a film\tno film\né\ttwo\n", encoding="utf-8")
+    (tmp_path / "empty.txt").write_text("\n")
+    (tmp_path / "half.tsv").write_text("a film\t\n")
+    (tmp_path / "three.tsv").write_text("a\tb\tc\n")
+    (tmp_path / "blank.jsonl").write_text('{"text": "a", "text_b": " "}\n')
+    command = [sys.executable, "-c", READS, str(LOCUSTFILE), str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.triton
+def test_pairs_for_a_model_of_single_texts_are_one_sentence(tiny_server: TritonServer, tmp_path: Path) -> None:
+    (tmp_path / "pairs.tsv").write_text("a film\tno film\n")
+    done = locust("-u", "1", "-t", "1s", "--host", tiny_server.http_url, "--texts", str(tmp_path / "pairs.tsv"))
+    assert done.returncode == 1
+    assert "model sst2 reads single texts, which --texts" in done.stderr
+    assert "Traceback" not in done.stderr
 
 
 def test_wrong_answers_are_failures_and_percentiles_are_of_answered_requests() -> None:

@@ -69,7 +69,7 @@ def test_closed_loop_measures_a_real_server(tiny_server: TritonServer) -> None:
 
 @pytest.mark.triton
 def test_answers_come_in_the_order_of_the_texts(tiny_server: TritonServer) -> None:
-    rows = served.ask(tiny_server.grpc_url, "sst2", TEXTS * 20, TASKS["sst2"])
+    rows = served.ask(tiny_server.grpc_url, "sst2", [(text,) for text in TEXTS * 20], TASKS["sst2"])
     assert rows.shape == (len(TEXTS) * 20, 2)
     assert (rows.sum(axis=1) == 1).all()
     assert np.array_equal(rows[: len(TEXTS)], rows[-len(TEXTS) :])

@@ -10,7 +10,8 @@ import pytest
 
 from compressor import artifact
 from compressor.artifact import BEGUN, CHECKPOINT, MANIFEST, Artifact
-from compressor.errors import ArtifactError, GateError
+from compressor.errors import ArtifactError, ConfigError, GateError
+from compressor.world import World
 
 
 def make(out: Path, *, text: str = "result", key: str = "k1", kind: str = "thing", parents=None, **section) -> Artifact:
@@ -352,3 +353,26 @@ def test_result_of_another_process_becomes_metrics(out):
     made = Artifact.open(out, kind="thing")
     assert (made.metrics, list(made.manifest["files"])) == ({"loss": 0.25}, [])
     assert made.manifest["peak_memory_gb"] > 0
+
+
+def test_a_stage_for_one_process_is_refused_among_several(out, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(
+        ConfigError, match=r"torchrun started the stage of 1-thing 2 times, .*; run this stage once, with"
+    ):
+        make(out)
+    assert not out.parent.exists()
+
+
+def test_processes_that_share_no_disk_are_told(out, monkeypatch):
+    monkeypatch.setattr(artifact, "SHARED_PATIENCE_S", 0.2)
+    leader, other = (World(rank=rank, device=None) for rank in (0, 1))
+    with pytest.raises(
+        ArtifactError, match=r"process 1 does not see .*1-thing as process 0 wrote it; all machines must"
+    ):
+        artifact._await_leader(out, other)
+    out.mkdir(parents=True)
+    artifact._show_leader(out, leader)
+    shown = (out / CHECKPOINT / artifact.LEADER).read_text(encoding="utf-8")
+    monkeypatch.setattr(World, "broadcast", lambda self, value: shown)
+    artifact._await_leader(out, other)

@@ -1,10 +1,19 @@
 """Recipes: what is refused, and in which words."""
 
+import json
 import re
 
 import pytest
 
-from compressor.config import BuildConfig, CorpusConfig, StudentConfig, load_recipe, read_recipe, recipe_text
+from compressor.config import (
+    BuildConfig,
+    CorpusConfig,
+    StudentConfig,
+    TaskConfig,
+    load_recipe,
+    read_recipe,
+    recipe_text,
+)
 from compressor.errors import ConfigError
 from compressor.tasks import TASKS
 
@@ -18,11 +27,53 @@ def laptop(*overrides: str) -> BuildConfig:
 @pytest.mark.parametrize("recipe", ["laptop", "paper"])
 @pytest.mark.parametrize("task", TASKS)
 def test_every_task_has_both_recipes(task, recipe):
-    assert load_recipe(task, recipe).task.name == task
+    config = load_recipe(task, recipe, ("corpus.source=data",))
+    assert config.task.name == task
+    assert config.max_tokens == TASKS[task].max_tokens
+    assert "$" not in recipe_text(task, recipe)
 
 
-def test_laptop_names_no_model_hub():
-    assert '"hub:' not in LAPTOP
+@pytest.mark.parametrize("task", TASKS)
+def test_laptop_names_no_model_hub(task):
+    assert '"hub:' not in recipe_text(task, "laptop")
+
+
+@pytest.mark.parametrize("task", [task for task in TASKS if task != "sst2"])
+def test_laptop_has_data_for_one_task_and_asks_for_the_others(task):
+    sentence = f"^recipe {task} laptop: corpus.source is missing; give --data FOLDER, a folder with train, dev and test"
+    with pytest.raises(ConfigError, match=sentence):
+        load_recipe(task, "laptop")
+    assert "give --data FOLDER" in recipe_text(task, "laptop")
+    assert laptop().corpus.source == "index:vaderSentiment==3.3.2"
+
+
+@pytest.mark.parametrize("recipe", ["laptop", "paper"])
+@pytest.mark.parametrize("task", TASKS)
+def test_scores_are_not_augmented(task, recipe):
+    augment = load_recipe(task, recipe, ("corpus.source=data",)).augment
+    if TASKS[task].is_regression:
+        assert augment is None
+    elif recipe == "paper":
+        assert augment.copies == 20
+
+
+PAPER_EPOCHS = {"cola": 50, "mnli": 10, "qqp": 10, "qnli": 10}
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_paper_has_the_published_settings(task):
+    config = load_recipe(task, "paper")
+    first, second = config.distill
+    assert (first.objective, first.epochs, first.learning_rate, first.batch_size) == (
+        "intermediate",
+        PAPER_EPOCHS.get(task, 20),
+        5e-5,
+        32,
+    )
+    assert (first.schedule, first.warmup) == ("constant", 0.0)
+    assert (second.objective, second.epochs, second.learning_rate, second.batch_size) == ("prediction", 3, 3e-5, 32)
+    assert config.task.max_tokens == (64 if task in ("cola", "sst2") else 128)
+    assert (config.student.layers, config.student.hidden, config.student.intermediate) == (4, 312, 1200)
 
 
 def test_recipe_that_is_printed_and_read_back_is_the_same(tmp_path):
@@ -57,7 +108,12 @@ def test_max_tokens_is_the_task_s_unless_given():
         ('quantize.candidates=["int4"]', "quantize.candidates.0 is 'int4'; input should be 'dynamic' or 'static'"),
         ("export.format=tflite", "export.format is 'tflite'; input should be 'onnx'"),
         ("publish=3", "publish is 3; input should be a valid dictionary"),
-        ("task.name=sst", "task.name: unknown task 'sst'; did you mean 'sst2'?"),
+        ("task.name=sst", "task: unknown task 'sst'; did you mean 'sst2'?; a task of your own needs columns and label"),
+        ('task.label="x"', "task: 'sst2' is a GLUE task with its own columns; give your own another name"),
+        ("student.layer_map=[1, 2]", "student: layer_map has 2 entries; it needs one for each of 4 layers"),
+        ("student.layer_map=[1, 3, 2, 4]", "student: layer_map is [1, 3, 2, 4]; its entries must rise"),
+        ("student.init=general", 'the recipe: student.init is "general" and the recipe has no [general]; add one'),
+        ("general.epochs=1", "general.learning_rate is missing; general.source is missing"),
     ],
 )
 def test_a_mistake_is_named_by_key_value_and_rule(override, sentence):
@@ -153,7 +209,7 @@ def test_recipe_that_is_not_utf8_is_refused(tmp_path):
 def test_recipe_for_another_task_is_refused(tmp_path):
     path = tmp_path / "mine.toml"
     path.write_text(LAPTOP, encoding="utf-8")
-    with pytest.raises(ConfigError, match="unknown task 'mrpc'"):
+    with pytest.raises(ConfigError, match=r"mine.toml is for task 'sst2', not 'mrpc'; drop --task or change one"):
         load_recipe("mrpc", str(path))
 
 
@@ -169,3 +225,77 @@ def test_defaults_of_the_student_are_tinybert_s():
 
 def test_shares_of_the_split_may_be_large():
     assert CorpusConfig(source="x.tsv", validation=0.45, test=0.5).test == 0.5
+
+
+# ---- a task of the user's own
+
+
+OWN = LAPTOP.replace('name = "sst2"', 'name = "topics"\ncolumns = ["title", "body"]\nlabel = "topic"')
+
+
+def own(*overrides: str) -> BuildConfig:
+    return read_recipe(OWN, overrides, name="mine.toml")
+
+
+def test_a_task_of_the_user_s_own_is_described_in_the_recipe():
+    task = own('task.labels=["sport", "politics", "art"]').task
+    row = task.row()
+    assert (task.is_own, row.name, row.columns, row.label_columns) == (
+        True,
+        "topics",
+        (("title",), ("body",)),
+        ("topic",),
+    )
+    assert (row.labels, row.outputs, row.metric, row.max_tokens) == (("sport", "politics", "art"), 3, "accuracy", 128)
+
+
+def test_a_task_of_the_user_s_own_may_predict_a_number():
+    text = re.sub(r"(?s)\[augment\].*?(?=\[finetune\])", "", OWN)
+    row = read_recipe(text, ("task.metric=spearman", "task.max_tokens=32"), name="mine.toml").task.row()
+    assert (row.is_regression, row.outputs, row.metric, row.max_tokens) == (True, 1, "spearman", 32)
+
+
+@pytest.mark.parametrize(
+    ("override", "sentence"),
+    [
+        ('task.labels=["one"]', "task.labels is ['one']; tuple should have at least 2 items"),
+        ('task.labels=["a", "A "]', "task: labels are ['a', 'A ']; they must differ in more than case"),
+        ("task.columns=[]", "task.columns is []; tuple should have at least 1 item"),
+        ('task.columns=["a", "b", "c"]', "task.columns is ['a', 'b', 'c']; tuple should have at most 2 items"),
+        ("task.metric=recall", "task.metric is 'recall'; input should be 'accuracy', 'f1', "),
+        ("task.name=My Topics", "task.name is 'My Topics'; string should match pattern"),
+        ("task.label=title", "task: columns are ['title', 'body'] and label is 'title'; they must all differ"),
+        ("task.metric=spearman", "the recipe: topics is a regression, and [augment] would copy scores"),
+        ("task.max_tokens=4", "task.max_tokens is 4; input should be greater than or equal to 8"),
+    ],
+)
+def test_a_mistake_in_a_task_of_the_user_s_own_is_named(override, sentence):
+    with pytest.raises(ConfigError, match=re.escape(f"recipe mine.toml: {sentence}")):
+        own(override)
+
+
+def test_numbers_have_no_labels():
+    with pytest.raises(ConfigError, match="task: metric 'pearson' is for numbers, and labels are given; drop one"):
+        own("task.metric=pearson", 'task.labels=["a", "b"]')
+
+
+def test_the_label_column_is_needed():
+    with pytest.raises(ConfigError, match="task: label is missing: the column that holds the label"):
+        read_recipe(OWN.replace('label = "topic"', ""), name="mine.toml")
+
+
+def test_labels_that_are_not_known_yet_are_asked_for():
+    with pytest.raises(ConfigError, match=r"task.labels of 'topics' are not known; list them in the recipe's \[task\]"):
+        own().task.row()
+
+
+def test_a_recipe_for_a_task_of_the_user_s_own_goes_with_its_name(tmp_path):
+    (tmp_path / "mine.toml").write_text(OWN, encoding="utf-8")
+    assert load_recipe("topics", str(tmp_path / "mine.toml")).task == TaskConfig(
+        name="topics", columns=("title", "body"), label="topic"
+    )
+
+
+@pytest.mark.parametrize("config", [laptop(), own('task.labels=["a", "b"]')])
+def test_a_recipe_that_was_written_down_is_read_again(config):
+    assert BuildConfig.model_validate(json.loads(json.dumps(config.model_dump()))) == config

@@ -50,11 +50,12 @@ def test_order_of_turns_depends_on_the_seed_alone() -> None:
 
 def test_shaped_call_gives_rows_of_real_tokens_every_time_the_same():
     seen = []
-    call = shaped_call(lambda ids_BS, mask_BS: seen.append((ids_BS, mask_BS)), 2, 7, vocabulary=50)
+    call = shaped_call(seen.append, 2, 7, vocabulary=50)
     call()
-    shaped_call(lambda ids_BS, mask_BS: seen.append((ids_BS, mask_BS)), 2, 7, vocabulary=50)()
-    (ids_BS, mask_BS), (again_BS, _) = seen
+    shaped_call(seen.append, 2, 7, vocabulary=50)()
+    (ids_BS, segment_BS, mask_BS), (again_BS, _, _) = seen
     assert ids_BS.shape == (2, 7)
     assert mask_BS.all()
+    assert not segment_BS.any()
     assert ids_BS.max() < 50
     assert np.array_equal(ids_BS, again_BS)

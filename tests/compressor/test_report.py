@@ -17,7 +17,8 @@ import pytest
 from compressor import artifact
 from compressor.artifact import Artifact
 from compressor.errors import ArtifactError
-from compressor.report import collect, differences, markdown, write_report
+from compressor.report import collect, markdown, write_report
+from compressor.tasks import TASKS, Task
 
 ROWS = 20
 LABELS = np.arange(ROWS) % 2
@@ -43,10 +44,13 @@ STEPS = (
 )
 
 
-def make_run(run: Path, *, leave_out: tuple[str, ...] = (), **manifest: Any) -> dict[str, Artifact]:
+def make_run(
+    run: Path, *, leave_out: tuple[str, ...] = (), task: Task = TASKS["sst2"], **manifest: Any
+) -> dict[str, Artifact]:
     """A finished build in `run`, without the steps in `leave_out`; `manifest` overrides fields of the last one."""
+    section = {"task": task.model_dump(mode="json")}
     made = {
-        "1-corpus": _seal(run, "1-corpus", "examples", _corpus_metrics(), section={"task": "sst2"}),
+        "1-corpus": _seal(run, "1-corpus", "examples", _corpus_metrics(), section=section),
         "2-augment": _seal(run, "2-augment", "examples", _augment_metrics(), parents=["1-corpus"]),
         "3-finetune": _seal(
             run,
@@ -130,7 +134,14 @@ def _augment_metrics() -> dict[str, Any]:
 
 
 def _measured(right: int) -> dict[str, Any]:
-    return {"accuracy": right / ROWS, "interval_95": [right / ROWS - 0.1, min(1.0, right / ROWS + 0.05)], "rows": ROWS}
+    share, interval = right / ROWS, [right / ROWS - 0.1, min(1.0, right / ROWS + 0.05)]
+    return {
+        "metric": "accuracy",
+        "score": share,
+        "interval_95": interval,
+        "rows": ROWS,
+        "all": {"accuracy": share},
+    }
 
 
 def _model_metrics(kind: str, parameters: int, *, validate: bool = False) -> dict[str, Any]:
@@ -141,21 +152,21 @@ def _model_metrics(kind: str, parameters: int, *, validate: bool = False) -> dic
         "history": {"steps": 252, "precision": "float32", "epochs": [epoch]},
         "validation": _measured(19),
         "test": _measured(ROWS - len(WRONG[kind])),
-        "majority": 0.5,
+        "blind": 0.5,
     }
 
 
 def _onnx_metrics() -> dict[str, Any]:
-    facts = {"max_logit_difference": 2e-6, "label_agreement": 1.0, "rows": 20, "bound": 1e-4}
+    facts = {"max_logit_difference": 2e-6, "agreement": 1.0, "rows": 20, "bound": 1e-4}
     return {"student": {**facts, "size_bytes": 57_000_000}, "teacher": {**facts, "size_bytes": 90_000_000}}
 
 
 def _int8_metrics() -> dict[str, Any]:
     paired = {"agreement": 0.95, "only_first_right": 1, "only_second_right": 0, "p_value": 1.0}
-    shared = {"label_flips": 0.0, "against_fp32": paired, "p50_ms": {"1x16": 1.0, "1x32": 1.5}}
-    fp32 = {"scheme": "fp32", "accuracy": 0.95, "size_bytes": 57_000_000, **shared}
-    dynamic = {"scheme": "dynamic", "accuracy": 0.95, "size_bytes": 15_000_000, **shared}
-    static = {"scheme": "static", "accuracy": 0.9, "size_bytes": 14_900_000, **shared}
+    shared = {"metric": "accuracy", "flips": 0.0, "against_fp32": paired, "p50_ms": {"1x16": 1.0, "1x32": 1.5}}
+    fp32 = {"scheme": "fp32", "score": 0.95, "size_bytes": 57_000_000, **shared}
+    dynamic = {"scheme": "dynamic", "score": 0.95, "size_bytes": 15_000_000, **shared}
+    static = {"scheme": "static", "score": 0.9, "size_bytes": 14_900_000, **shared}
     p50_ms = {"teacher PyTorch": 12.0, "teacher ONNX": 9.0, "student fp32": 2.0, "student INT8": 1.5}
     times = {
         name: {"1x32": {"p50_ms": p50, "p95_ms": 2 * p50, "p99_ms": 3 * p50, "calls": 99}}
@@ -198,7 +209,7 @@ def pair(facts: dict[str, Any], first: str, second: str) -> dict[str, Any]:
 
 def test_verdict_holds_ratio_size_and_speed(tmp_path: Path) -> None:
     assert collect(tmp_path, make_run(tmp_path))["verdict"] == (
-        "The INT8 student keeps 88.9 % of the teacher's test accuracy (80.0 % against 90.0 %), is 6.0 times smaller "
+        "The INT8 student keeps 88.9 % of the teacher's test accuracy (80.0 against 90.0), is 6.0 times smaller "
         "and answers one text of 32 tokens 8.0 times faster than the teacher in PyTorch, 6.0 times faster than the "
         "teacher in ONNX Runtime."
     )
@@ -211,7 +222,7 @@ def test_verdict_says_so_when_the_student_is_larger_slower_and_better(tmp_path: 
     metrics["latency"]["student INT8"]["1x32"]["p50_ms"] = 18.0
     metrics["test"] = _measured(19)
     assert collect(tmp_path, artifacts)["verdict"] == (
-        "The INT8 student reaches 105.6 % of the teacher's test accuracy (95.0 % against 90.0 %), is 2.0 times larger "
+        "The INT8 student reaches 105.6 % of the teacher's test accuracy (95.0 against 90.0), is 2.0 times larger "
         "and answers one text of 32 tokens 1.5 times slower than the teacher in PyTorch, 2.0 times slower than the "
         "teacher in ONNX Runtime."
     )
@@ -222,18 +233,9 @@ def test_int8_is_compared_with_the_teacher_row_by_row(tmp_path: Path) -> None:
     # Right alone: INT8 on row 0; the teacher on rows 2, 3, 4. Exact p of 1 in 4: 2 * (1 + 4) / 16.
     assert (row["only_first_right"], row["only_second_right"], row["agreement"]) == (1, 3, 0.8)
     assert row["p_value"] == pytest.approx(0.625)
-    assert row["difference_points"] == pytest.approx(-10)
+    assert row["difference"] == pytest.approx(-0.1)
     assert row["ratio"] == pytest.approx(16 / 18)
     assert row["meaning"].startswith("These 20 rows cannot show that the student INT8 and the teacher differ")
-
-
-def test_intervals_of_paired_differences_match_the_formulas_by_hand() -> None:
-    facts = differences(16, 1, 3, 20)
-    # Difference: -2/22 -+ 1.96 * sqrt(4 + 1 - 4/22) / 22. Ratio: 16/18 times and by exp(1.96 * sqrt(4 / (16 * 18))).
-    assert facts["difference_interval_95_points"] == pytest.approx([-28.65, 10.47], abs=0.01)
-    assert facts["ratio_interval_95"] == pytest.approx([0.7056, 1.1198], abs=0.001)
-    assert "ratio" not in differences(0, 0, 3, 20)
-    assert differences(20, 0, 0, 20)["ratio_interval_95"] == [1.0, 1.0]
 
 
 def test_a_loss_beyond_chance_is_called_a_loss(tmp_path: Path) -> None:
@@ -266,9 +268,37 @@ def test_disagreements_come_surest_first(tmp_path: Path) -> None:
     facts = collect(tmp_path, make_run(tmp_path))["disagreements"]
     assert (facts["count"], [row["row"] for row in facts["examples"]]) == (4, [4, 3, 2, 0])
     first = facts["examples"][0]
-    assert (first["label"], first["teacher_label"], first["int8_label"]) == ("negative", "negative", "positive")
-    assert first["teacher_confidence"] == pytest.approx(1 / (1 + np.exp(-2)), abs=1e-4)
-    assert first["int8_confidence"] == pytest.approx(1 / (1 + np.exp(-1.04)), abs=1e-4)
+    # Confidences: 1 / (1 + exp(-2)) and 1 / (1 + exp(-1.04)).
+    assert (first["label"], first["teacher"], first["int8"]) == ("negative", "negative, 88.1 %", "positive, 73.9 %")
+
+
+def test_a_regression_of_pairs_is_reported_by_its_correlation(tmp_path: Path) -> None:
+    artifacts = make_run(tmp_path, task=TASKS["stsb"])
+    scores = np.arange(ROWS, dtype=np.float32) / 4
+    texts = [f"text {row}" for row in range(ROWS)]
+    table = pa.table({"text": texts, "text_b": texts, "label": pa.array(scores), "origin": pa.array(range(ROWS))})
+    path = tmp_path / "1-corpus" / "test.arrow"
+    with pa.OSFile(str(path), "wb") as file, pa.ipc.new_stream(file, table.schema) as writer:
+        writer.write_table(table)
+    for name, found in artifacts.items():
+        if found.manifest["kind"] in WRONG:
+            found.manifest["metrics"]["test"]["all"] = {"spearman": 0.9, "pearson": 0.8}
+            logits = scores + (np.arange(ROWS) == 3) * (0.5 if found.manifest["kind"] == "int8" else 0.0)
+            np.save(tmp_path / name / "test.logits.npy", logits[:, None].astype(np.float32))
+    facts = collect(tmp_path, artifacts)
+    row = pair(facts, "student INT8", "teacher")
+    assert row["agreement"] == 0.95
+    assert row["difference"] < 0
+    assert row["difference_95"][1] <= 0
+    assert "p_value" not in row
+    assert facts["disagreements"]["examples"] == [
+        {"row": 3, "text": "text 3 / text 3", "label": "0.75", "teacher": "0.75", "int8": "1.25"}
+    ]
+    assert "Spearman correlation" in facts["verdict"]
+    page = markdown(facts)
+    assert "a regression" in page
+    assert "teacher on test: Spearman correlation 90.0, Pearson correlation 80.0." in page
+    assert "McNemar's test" not in page
 
 
 def test_stages_name_what_they_were_made_from(tmp_path: Path) -> None:

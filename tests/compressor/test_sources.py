@@ -11,6 +11,7 @@ import huggingface_hub
 import pytest
 import requests
 from huggingface_hub.errors import LocalEntryNotFoundError
+from huggingface_hub.utils import filter_repo_objects
 
 from compressor import sources
 from compressor.errors import SourceError
@@ -198,25 +199,47 @@ def test_hub_that_failed_is_asked_again(hub, tmp_path):
     assert model_folder("hub:a/b", what="finetune.base") == tmp_path
 
 
-def test_hub_is_asked_for_no_pickle(hub, tmp_path):
-    asked = {}
-    hub(lambda name, **options: asked.update(options) or str(save_model(tmp_path)))
+class FakeHub:
+    """Stands for the hub's download: puts those of its files that are asked for into `folder`."""
+
+    def __init__(self, folder: Path, *files: str) -> None:
+        self.folder, self.files = folder, files
+
+    def __call__(self, name, *, allow_patterns):
+        for file in filter_repo_objects(self.files, allow_patterns=allow_patterns):
+            (self.folder / file).write_bytes(b"{}")
+        return str(self.folder)
+
+
+def test_hub_is_asked_for_no_pickle_where_there_are_safetensors(hub, tmp_path):
+    hub(FakeHub(tmp_path, "config.json", "model.safetensors", "pytorch_model.bin", "tf_model.h5"))
     model_folder("hub:a/b", what="finetune.base")
-    assert not any("bin" in pattern or pattern == "*" for pattern in asked["allow_patterns"])
+    assert {file.name for file in tmp_path.iterdir()} == {"config.json", "model.safetensors"}
 
 
-def test_hub_model_without_safetensors_is_refused(hub, tmp_path):
-    hub(lambda name, **options: str(tmp_path))
-    (tmp_path / "config.json").write_text("{}", encoding="utf-8")
-    with pytest.raises(SourceError, match=r"student.init is 'hub:a/b', which holds no model.safetensors"):
+def test_hub_is_asked_for_the_pickle_where_there_is_nothing_else(hub, tmp_path):
+    hub(FakeHub(tmp_path, "config.json", "vocab.txt", "pytorch_model.bin", "flax_model.msgpack"))
+    model_folder("hub:a/b", what="finetune.base")
+    assert {file.name for file in tmp_path.iterdir()} == {"config.json", "vocab.txt", "pytorch_model.bin"}
+
+
+def test_hub_model_without_weights_is_refused(hub, tmp_path):
+    hub(FakeHub(tmp_path, "config.json", "tf_model.h5"))
+    sentence = r"student.init is 'hub:a/b', which holds no model.safetensors or pytorch_model.bin; save it with save_"
+    with pytest.raises(SourceError, match=sentence):
         model_folder("hub:a/b", what="student.init")
 
 
 @pytest.mark.parametrize("missing", ["config.json", "model.safetensors"])
 def test_model_folder_names_what_is_missing(missing, tmp_path):
     (save_model(tmp_path) / missing).unlink()
-    with pytest.raises(SourceError, match=rf"which holds no {missing}; save it with save_pretrained\(\)"):
+    with pytest.raises(SourceError, match=rf"which holds no {missing}.*; save it with save_pretrained\(\)"):
         model_folder(str(tmp_path), what="finetune.base")
+
+
+def test_model_folder_may_hold_a_pickle_alone(tmp_path):
+    (save_model(tmp_path) / "model.safetensors").rename(tmp_path / "pytorch_model.bin")
+    assert model_folder(str(tmp_path), what="student.init") == tmp_path
 
 
 def test_content_hash_changes_with_bytes_and_names(tmp_path):

@@ -5,7 +5,7 @@ import pytest
 from numpy.testing import assert_allclose
 from scipy.stats import norm
 
-from compressor.statistics import mcnemar, paired, wilson
+from compressor.statistics import bootstrap, mcnemar, share_differences, wilson
 
 
 def rights(*flags: int) -> np.ndarray:
@@ -58,13 +58,27 @@ def test_mcnemar_s_p_value_does_not_depend_on_the_order():
     assert mcnemar(first, second)["p_value"] == mcnemar(second, first)["p_value"]
 
 
-def test_paired_compares_answers_and_right_answers():
-    label_N = np.array([0, 1, 1, 0])
-    first = np.array([[2, 1], [0, 1], [3, 0], [0, 1]], dtype=np.float32)  # answers 0 1 0 1: right, right, wrong, wrong
-    second = np.array([[2, 1], [1, 0], [0, 3], [0, 1]], dtype=np.float32)  # answers 0 0 1 1: right, wrong, right, wrong
-    assert paired(first, second, label_N) == {
-        "agreement": 0.5,
-        "only_first_right": 1,
-        "only_second_right": 1,
-        "p_value": 1.0,
-    }
+def test_share_differences_by_hand():
+    found = share_differences(right=80, only_first=12, only_second=4, rows=100)
+    assert found["difference"] == pytest.approx(0.08)
+    centre, spread = 8 / 102, norm.ppf(0.975) * np.sqrt(16 + 1 - 64 / 102) / 102
+    assert_allclose(found["difference_95"], (centre - spread, centre + spread), atol=1e-7)
+    factor = np.exp(norm.ppf(0.975) * np.sqrt(16 / (80 * 72)))
+    assert found["ratio"] == pytest.approx(80 / 72)
+    assert_allclose(found["ratio_95"], (80 / 72 / factor, 80 / 72 * factor), atol=1e-7)
+
+
+def test_share_differences_give_no_ratio_to_nothing_right():
+    assert "ratio" not in share_differences(right=5, only_first=5, only_second=0, rows=10)
+
+
+def test_bootstrap_of_a_mean_is_near_the_normal_interval():
+    values = np.random.default_rng(0).normal(3.0, 2.0, size=400)
+    low, high = bootstrap(lambda rows: float(values[rows].mean()), len(values))
+    spread = norm.ppf(0.975) * values.std() / 20
+    assert_allclose((low, high), (values.mean() - spread, values.mean() + spread), atol=0.03)
+
+
+def test_bootstrap_is_the_same_each_time():
+    values = np.arange(50.0)
+    assert bootstrap(lambda rows: values[rows].max(), 50) == bootstrap(lambda rows: values[rows].max(), 50)

@@ -4,21 +4,40 @@ from __future__ import annotations
 
 import json
 import os
+import signal
+import subprocess
+import sys
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
-from compressor import world
+from compressor import artifact, world
+from compressor.artifact import Artifact
 from compressor.errors import CompressorError, ConfigError
-from compressor.world import World, _first_reason, available_cores, launch, resolve_device
+from compressor.world import (
+    World,
+    _first_reason,
+    available_cores,
+    launch,
+    leads,
+    refuse_together,
+    resolve_device,
+)
+from serving.runtime import free_port
 
 
 def write_rank(world: World, folder: Path) -> None:
     """Leave a file that says what this process knows of the others."""
-    told = world.broadcast(f"from {world.rank}")
+    told, total = (
+        world.broadcast(f"from {world.rank}"),
+        world.sum(np.array([[1.5, 2.0 * world.rank]], dtype=np.float32)),
+    )
     world.barrier()
-    (folder / str(world.rank)).write_text(f"{world.size} {world.is_leader} {told} {torch.get_num_threads()}")
+    known = f"{world.size} {world.is_leader} {told} {total.tolist()} {total.dtype} {torch.get_num_threads()}"
+    (folder / str(world.rank)).write_text(known)
 
 
 def fail_on_rank_1(world: World) -> None:
@@ -33,6 +52,7 @@ def test_one_process_is_the_leader_and_needs_no_group() -> None:
     alone.barrier()
     assert alone.is_leader
     assert alone.broadcast("told") == "told"
+    assert alone.sum(np.array([1, 2])).tolist() == [1, 2]
 
 
 def test_cores_are_those_of_the_scheduler_at_most() -> None:
@@ -65,11 +85,30 @@ def test_one_process_works_where_it_is(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_two_processes_know_each_other(tmp_path: Path) -> None:
+def test_two_processes_know_each_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     launch(write_rank, tmp_path, processes=2, device="cpu")
     threads = max(1, available_cores() // 2)
-    assert (tmp_path / "0").read_text() == f"2 True from 0 {threads}"
-    assert (tmp_path / "1").read_text() == f"2 False from 0 {threads}"
+    assert (tmp_path / "0").read_text() == f"2 True from 0 [[3.0, 2.0]] float32 {threads}"
+    assert (tmp_path / "1").read_text() == f"2 False from 0 [[3.0, 2.0]] float32 {threads}"
+
+
+@pytest.mark.parametrize(("given", "threads"), [(None, 3), ("1", 1)])
+def test_processes_of_one_machine_share_its_cores_unless_threads_are_given(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given: str | None, threads: int
+) -> None:
+    monkeypatch.setattr(world, "available_cores", lambda: 6)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    if given is not None:
+        monkeypatch.setenv("OMP_NUM_THREADS", given)
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(1)
+        launch(write_rank, tmp_path, device="cpu")
+    finally:
+        torch.set_num_threads(before)
+    assert (tmp_path / "0").read_text().endswith(f" {threads}")
 
 
 @pytest.mark.slow
@@ -101,7 +140,114 @@ def test_processes_that_were_killed_leave_no_reason(tmp_path: Path) -> None:
     assert _first_reason(tmp_path) is None
 
 
-def test_a_command_that_torchrun_multiplied_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_processes_and_torchrun_together_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "0")
-    with pytest.raises(ConfigError, match="start it once, with --processes"):
-        launch(print, device="cpu")
+    with pytest.raises(ConfigError, match=r"--processes is 2 and torchrun started this command; use one of the two"):
+        launch(print, processes=2, device="cpu")
+
+
+def test_what_works_once_is_refused_under_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
+    refuse_together("compressor build", "use --processes")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ConfigError, match=r"torchrun started compressor build 2 times, which works once; use --proc"):
+        refuse_together("compressor build", "use --processes")
+
+
+def test_more_processes_than_gpus_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    with pytest.raises(ConfigError, match=r"--processes is 2; there are 1 GPUs, one for each"):
+        launch(print, processes=2, device="cuda")
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    with pytest.raises(ConfigError, match=r"2 processes were started on a machine with 1 GPUs; start one for each GPU"):
+        launch(print, device="cuda")
+
+
+def test_only_the_first_of_several_speaks(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert leads()
+    for rank, speaks in (("0", True), ("1", False)):
+        monkeypatch.setenv("RANK", rank)
+        assert leads() == speaks
+
+
+def end_rank_1(world: World) -> None:
+    """Die as a process dies whose memory is taken, while the other waits."""
+    if world.rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    world.barrier()
+
+
+@pytest.mark.slow
+def test_a_killed_process_ends_the_run_with_its_signal() -> None:
+    with pytest.raises(CompressorError, match=r"^process 1 of 2 was ended by signal 9; the same command goes on from"):
+        launch(end_rank_1, processes=2, device="cpu")
+
+
+def torchrun(folder: Path, mode: str) -> list[subprocess.Popen[str]]:
+    """Agents of two machines (both this one), each with one process that runs this file as a program."""
+    agent = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=1", "--rdzv-backend=c10d"]
+    meeting, program = f"--rdzv-endpoint=127.0.0.1:{free_port()}", ["-m", "tests.compressor.test_world", mode, folder]
+    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    return [
+        subprocess.Popen(
+            [*agent, meeting, f"--rdzv-conf=is_host={host}", *program], cwd=Path(__file__).parents[2], **pipes
+        )
+        for host in (1, 0)
+    ]
+
+
+def ended(agents: list[subprocess.Popen[str]]) -> tuple[set[int], str, str]:
+    """Exit codes, and all that was said, once every agent has come to its end."""
+    said = [agent.communicate(timeout=120) for agent in agents]
+    return {agent.returncode for agent in agents}, "".join(out for out, _ in said), "".join(err for _, err in said)
+
+
+@pytest.mark.slow
+def test_torchrun_s_processes_make_one_artifact(tmp_path: Path) -> None:
+    codes, out, err = ended(torchrun(tmp_path, "talk"))
+    assert codes == {0}, err
+    assert out.split() == ["3.0", "3.0"]  # the sum, measured by the leader, told to both
+    assert list(Artifact.open(tmp_path / "out", kind="thing").manifest["files"]) == ["file"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("mode", "sentence"),
+    [("fail", "error: the second cannot go on; change something"), ("kill", "Signal 9 (SIGKILL)")],
+)
+def test_one_of_torchrun_s_processes_ends_them_all(tmp_path: Path, mode: str, sentence: str) -> None:
+    codes, out, err = ended(torchrun(tmp_path, mode))
+    assert codes == {1}
+    assert out == ""
+    assert sentence in err
+    assert "error: process 0 of 2 lost the others: one of them ended, and its own last words say why" in err
+    assert artifact.read(tmp_path / "out") is None
+
+
+def talk(world: World, folder: Path, mode: str) -> None:
+    """What torchrun's processes do together."""
+    if world.rank == 1 and mode == "fail":
+        raise ConfigError("the second cannot go on; change something")
+    if mode == "kill":
+        end_rank_1(world)
+    total = world.sum(np.array([1.0 + world.rank]))
+    if world.is_leader:
+        (folder / "file").write_text("")
+        artifact.write_result(folder, {"total": float(total[0])})
+
+
+def main(mode: str, folder: Path) -> None:
+    """The program that torchrun starts."""
+    try:
+        with artifact.write(folder / "out", "thing", key="k", section={}, parents={}, together=True) as draft:
+            launch(talk, draft.path, mode, device="cpu")
+            draft.take_result()
+        Artifact.open(folder / "out", kind="thing")
+        sys.stdout.write(f"{draft.metrics['total']}\n")
+    except CompressorError as error:
+        sys.exit(f"error: {error}")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], Path(sys.argv[2]))

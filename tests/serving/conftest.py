@@ -27,13 +27,18 @@ def write_graph(
     *,
     inputs: Sequence[str] = ALL_INPUTS,
     weights: np.ndarray = WEIGHTS,
+    segments: np.ndarray | None = None,
     kind: int = TensorProto.INT64,
     rows: int | str = "batch",
     output: str = "logits",
 ) -> Path:
-    """Write a graph whose logits are the sums of the weights of the tokens that the mask shows."""
+    """Write a graph whose logits are the sums of the weights of the tokens that the mask shows.
+
+    `segments` [2, columns] multiply the weights of the tokens of the first and of the second text.
+    """
+    words = "words" if segments is not None else "tokens"
     nodes = [
-        helper.make_node("Gather", ["weights", "input_ids"], ["tokens"]),
+        helper.make_node("Gather", ["weights", "input_ids"], [words]),
         helper.make_node("Cast", ["attention_mask"], ["mask"], to=TensorProto.FLOAT),
         helper.make_node("Unsqueeze", ["mask", "last"], ["column"]),
         helper.make_node("Mul", ["tokens", "column"], ["shown"]),
@@ -44,6 +49,10 @@ def write_graph(
         numpy_helper.from_array(np.array([-1]), "last"),
         numpy_helper.from_array(np.array([1]), "middle"),
     ]
+    if segments is not None:
+        constants.append(numpy_helper.from_array(segments, "segments"))
+        nodes.insert(1, helper.make_node("Gather", ["segments", "token_type_ids"], ["factors"]))
+        nodes.insert(2, helper.make_node("Mul", ["words", "factors"], ["tokens"]))
     tensors = [helper.make_tensor_value_info(name, kind, [rows, "sequence"]) for name in inputs]
     logits = helper.make_tensor_value_info(output, TensorProto.FLOAT, [rows, weights.shape[1]])
     graph = helper.make_graph(nodes, "bag", tensors, [logits], constants)
@@ -74,6 +83,20 @@ def kit() -> types.ModuleType:
 def make_model(tmp_path: Path) -> Callable[..., ServedModel]:
     """Return a function that makes a served model out of tiny files; fields can be given."""
     return lambda **fields: tiny_model(tmp_path / "model", **fields)
+
+
+def pair_model(folder: Path, **fields: Any) -> ServedModel:
+    """Return a served model of pairs: a word of the second text counts three times, for the other label."""
+    given: dict[str, Any] = {"name": "rte", "pair": True, "warmup_texts": (("good", "bad film"), ("a film", "é"))}
+    if "onnx" not in fields:
+        given["onnx"] = write_graph(folder / "pair.onnx", segments=np.array([[1, 1], [-3, -3]], np.float32))
+    return tiny_model(folder, **(given | fields))
+
+
+def score_model(folder: Path, **fields: Any) -> ServedModel:
+    """Return a served regression on pairs: the good words of the first text less half of those of the second."""
+    graph = write_graph(folder / "score.onnx", weights=WEIGHTS[:, 1:], segments=np.array([[1], [-0.5]], np.float32))
+    return pair_model(folder, **({"name": "stsb", "labels": (), "onnx": graph} | fields))
 
 
 def tiny_model(folder: Path, **fields: Any) -> ServedModel:
@@ -132,9 +155,20 @@ def request_of(**tensors: np.ndarray) -> dict[str, FakeTensor]:
 
 def text_request(*texts: str | bytes) -> dict[str, FakeTensor]:
     """Return a request of texts, [texts, 1]."""
+    return request_of(TEXT=text_column(*texts))
+
+
+def pair_request(*pairs: tuple[str | bytes, str | bytes]) -> dict[str, FakeTensor]:
+    """Return a request of pairs, two columns of [pairs, 1]."""
+    first, second = zip(*pairs, strict=True)
+    return request_of(TEXT=text_column(*first), TEXT_PAIR=text_column(*second))
+
+
+def text_column(*texts: str | bytes) -> np.ndarray:
+    """Return texts as the server hands them over, [texts, 1]."""
     column = np.empty((len(texts), 1), dtype=object)
     column[:, 0] = [text.encode() if isinstance(text, str) else text for text in texts]
-    return request_of(TEXT=column)
+    return column
 
 
 @pytest.fixture

@@ -16,8 +16,10 @@ from serving import (
     Client,
     DeadlineError,
     FakeClient,
+    Regression,
     RequestError,
     ServingError,
+    Text,
     UnavailableError,
     free_port,
 )
@@ -86,6 +88,14 @@ def test_texts_are_checked_before_anything_is_sent(protocol: Protocol) -> None:
             client.classify("good")
         with pytest.raises(RequestError, match="text 0 is a bytes; each text must be a str"):
             client.classify([b"good"])  # type: ignore[list-item]
+        with pytest.raises(RequestError, match=r"text 1\[1\] holds the lone surrogate U\+DC80 at position 0"):
+            client.classify([("good", "bad"), ("good", "\udc80")])
+        with pytest.raises(
+            RequestError, match=r"text 0\[0\] is a NoneType; each text must be a str, or a pair \(tuple\)"
+        ):
+            client.classify([(None, "good")])  # type: ignore[list-item]
+        with pytest.raises(RequestError, match="text 0 is a tuple of 3; each text must be a str, or a pair of them"):
+            client.classify([("a", "b", "c")])  # type: ignore[list-item]
         assert client.classify([]) == []
 
 
@@ -120,7 +130,7 @@ def test_missing_library_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_fake_is_a_classifier_like_the_client() -> None:
     fake: Classifier = FakeClient({"good": "positive"})
     real: Classifier = Client("127.0.0.1:8001")
-    for name in ("classify", "is_ready", "labels", "close"):
+    for name in ("classify", "is_ready", "labels", "is_pair", "close"):
         assert name in dir(fake)
         assert name in dir(real)
     real.close()
@@ -137,21 +147,48 @@ def test_fake_answers_from_a_mapping_and_keeps_the_calls() -> None:
         assert fake.calls == [("good", "so so"), ()]
         assert fake.is_ready()
         assert fake.labels == ("negative", "positive")
+        assert not fake.is_pair
     assert not FakeClient({}, ready=False).is_ready()
 
 
 def test_fake_answers_from_a_function() -> None:
     fake = FakeClient(lambda text: "long" if len(text) > 3 else "short", labels=("short", "long"))
-    assert [answer.label for answer in fake.classify(["ab", "abcd"])] == ["short", "long"]
+    assert [vars(answer)["label"] for answer in fake.classify(["ab", "abcd"])] == ["short", "long"]
+
+
+def test_fake_of_pairs_answers_labels_or_numbers() -> None:
+    pair = ("a man sings", "a song")
+    certain = {"no": 0.0, "yes": 1.0}
+    assert FakeClient({pair: "yes"}, labels=("no", "yes"), pair=True).classify([pair]) == [
+        Classification(text=pair[0], pair=pair[1], label="yes", score=1.0, probabilities=certain)
+    ]
+    full = Regression(text="a", pair="b", value=0.5)
+    with FakeClient({pair: 3, ("a", "b"): full}, labels=(), pair=True) as fake:
+        assert fake.classify([pair, ("a", "b")]) == [Regression(text=pair[0], pair=pair[1], value=3.0), full]
+        assert (fake.labels, fake.is_pair, fake.calls) == ((), True, [(pair, ("a", "b"))])
+        with pytest.raises(RequestError, match="text 0 is a single one and model fake reads pairs"):
+            fake.classify(["good"])
+    assert FakeClient({"good": 2.5}, labels=()).classify(["good"]) == [Regression(text="good", value=2.5)]
 
 
 @pytest.mark.parametrize(
-    ("texts", "message"),
-    [(["other"], "no answer for 'other'"), (["odd"], "'blue', which is none of its labels"), (["\ud800"], "surrogate")],
+    ("text", "message"),
+    [
+        ("other", "no answer for 'other'"),
+        ("odd", "'blue', which is none of its labels"),
+        ("number", "0.5, which is none of its labels"),
+        ("\ud800", "surrogate"),
+        (("good", "bad"), "text 0 is a pair and model fake reads single texts"),
+    ],
 )
-def test_fake_refuses_what_the_server_would(texts: list[str], message: str) -> None:
+def test_fake_refuses_what_the_server_would(text: Text, message: str) -> None:
     with pytest.raises(RequestError, match=message):
-        FakeClient({"odd": "blue"}).classify(texts)
+        FakeClient({"odd": "blue", "number": 0.5}).classify([text])
+
+
+def test_fake_of_a_regression_answers_no_label() -> None:
+    with pytest.raises(RequestError, match=r"the fake answers 'blue', which is none of its labels \(\)"):
+        FakeClient({"odd": "blue"}, labels=()).classify(["odd"])
 
 
 def test_fake_takes_a_list_as_the_client_does() -> None:

@@ -58,6 +58,38 @@ def test_warmup_files_of_the_config_exist(make_model: Callable[..., ServedModel]
     assert texts == {(1, "a good film"), (1, "a bad film, é"), (4, "a bad film, é")}
 
 
+def test_regression_on_pairs_has_no_labels_file_and_warms_up_with_pairs(kit: Any, root: Path, tmp_path: Path) -> None:
+    write(kit.score_model(tmp_path), root, teacher=kit.score_model(tmp_path, name="stsb_teacher"))
+    assert read(root) == ("stsb", "stsb_student", "stsb_teacher")
+    assert not [name for name in tree(root) if name.endswith("labels.txt")]
+    config = triton.from_text((root / "stsb" / "config.pbtxt").read_text())
+    warm = {name: tensor.input_data_file for name, tensor in config.model_warmup[-1].inputs.items()}
+    raw = {name: (root / "stsb" / "warmup" / file).read_bytes()[4:] for name, file in warm.items()}
+    assert (config.model_warmup[-1].batch_size, raw) == (4, {"TEXT": b"good", "TEXT_PAIR": b"bad film"})
+    student = triton.from_text((root / "stsb_student" / "config.pbtxt").read_text())
+    types = (
+        root / "stsb_student" / "warmup" / student.model_warmup[0].inputs["token_type_ids"].input_data_file
+    ).read_bytes()
+    assert types == bytes(8 * 3) + (b"\x01" + bytes(7)) * 3
+
+
+def test_labels_file_goes_and_comes_back_with_the_version(
+    kit: Any, make_model: Callable[..., ServedModel], root: Path, tmp_path: Path
+) -> None:
+    write(make_model(), root)
+    graph = kit.write_graph(tmp_path / "score.onnx", weights=kit.WEIGHTS[:, 1:])
+    assert write(make_model(labels=(), onnx=graph), root)[0].name == "2"
+    assert read(root) == ("sst2", "sst2_student")
+    assert not (root / "sst2" / "labels.txt").exists()
+    assert rollback(root, "sst2") == 1
+    assert (root / "sst2" / "labels.txt").read_text() == "negative\npositive\n"
+    assert write(make_model(labels=(), onnx=graph), root)[0].name == "3"
+    write(make_model(), root)
+    assert rollback(root, "sst2") == 3
+    assert not (root / "sst2" / "labels.txt").exists()
+    assert read(root) == ("sst2", "sst2_student")
+
+
 def test_model_without_warmup_texts_starts_cold(make_model: Callable[..., ServedModel], root: Path) -> None:
     write(make_model(warmup_texts=()), root)
     assert read(root) == ("sst2", "sst2_student")
@@ -281,6 +313,8 @@ def test_two_publications_at_once_make_two_versions(make_model: Callable[..., Se
 def test_teacher_must_answer_the_same_labels(make_model: Callable[..., ServedModel], root: Path) -> None:
     with pytest.raises(ModelError, match="cannot be compared"):
         write(make_model(), root, teacher=make_model(labels=("a", "b")))
+    with pytest.raises(ModelError, match="teacher has pair True but student False; they cannot be compared"):
+        write(make_model(), root, teacher=make_model(pair=True, warmup_texts=()))
     with pytest.raises(ModelError, match="it must be 'sst2_teacher'"):
         write(make_model(), root, teacher=make_model(name="rte"))
     assert not root.exists()

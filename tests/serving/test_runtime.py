@@ -152,11 +152,11 @@ def test_server_that_is_not_started_says_so(tmp_path: Path) -> None:
 def test_broken_model_is_reported_with_its_reason(
     kit: Any, make_model: Callable[..., ServedModel], tmp_path: Path, temporary: Path
 ) -> None:
-    folder = write(make_model(warmup_texts=()), tmp_path / "repository")[0]
-    (folder / "labels.txt").unlink()
+    student = write(make_model(warmup_texts=()), tmp_path / "repository")[1]
+    (student / "model.onnx").unlink()
     server = TritonServer(tmp_path / "repository", **kit.ports())
     started = time.monotonic()
-    reason = r"(?s)the server died with status 1; its log says:.*No such file.*labels.txt"
+    reason = r"(?s)the server died with status 1; its log says:.*model.onnx failed.*File doesn't exist"
     with pytest.raises(StartError, match=reason), server:
         pytest.fail("it must not become ready")
     assert time.monotonic() - started < 20

@@ -214,6 +214,13 @@ def test_wrong_model_is_named(server: TritonServer, protocol: Protocol, model: s
             client.classify(["good"])
 
 
+@protocols
+def test_pair_is_refused_before_it_is_sent(server: TritonServer, protocol: Protocol) -> None:
+    sentence = "^text 1 is a pair and model sst2 reads single texts; send one str for each$"
+    with client_of(server, protocol) as client, pytest.raises(RequestError, match=sentence):
+        client.classify(["good", ("good", "bad")])
+
+
 def test_every_error_has_an_exit_code(server: TritonServer) -> None:
     with client_of(server, "grpc") as client, pytest.raises(ServingError) as caught:
         client.classify([""])

@@ -17,7 +17,21 @@ def test_inputs_padding_and_warmup_ids_are_read(kit: Any, make_model: Callable[.
     source = read_source(make_model(max_tokens=4))
     assert source.inputs == kit.ALL_INPUTS
     assert source.pad_id == 0
-    assert source.warmup_ids == ((2, 1, 4, 3), (2, 1, 5, 3))
+    assert source.warmups == (((2, 1, 4, 3), (0, 0, 0, 0)), ((2, 1, 5, 3), (0, 0, 0, 0)))
+
+
+def test_warmup_pairs_are_cut_from_the_longer_text_and_carry_their_segments(kit: Any, tmp_path: Path) -> None:
+    pairs = (("good", "bad film"), ("good bad fine film", "é"))
+    source = read_source(kit.pair_model(tmp_path, max_tokens=6, warmup_texts=pairs))
+    assert source.warmups == (((2, 4, 3, 5, 7, 3), (0, 0, 0, 1, 1, 1)), ((2, 4, 5, 3, 8, 3), (0, 0, 0, 0, 1, 1)))
+
+
+def test_regression_must_have_one_column(kit: Any, tmp_path: Path) -> None:
+    assert read_source(kit.score_model(tmp_path)).inputs == kit.ALL_INPUTS
+    with pytest.raises(
+        ModelError, match=r"logits has .* \['batch', 2\]; it must be float32 \[batch, 1\] for a regression"
+    ):
+        read_source(kit.score_model(tmp_path, onnx=kit.write_graph(tmp_path / "two.onnx")))
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,8 @@
 """config.pbtxt: golden text, round trip, warm-up bytes."""
 
 from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -97,6 +99,21 @@ def test_entry_config_is_the_golden_text(make_model: Callable[..., ServedModel])
     assert triton.from_text(GOLDEN) == config
 
 
+def test_entry_config_of_a_regression_on_pairs(kit: Any, tmp_path: Path) -> None:
+    config = triton.entry_config(kit.score_model(tmp_path), student="stsb_student", pad_id=0)
+    kinds = [(tensor.name, tensor.data_type, list(tensor.dims)) for tensor in (*config.input, *config.output)]
+    string, number = config.input[0].data_type, config.output[0].data_type
+    assert kinds == [("TEXT", string, [1]), ("TEXT_PAIR", string, [1]), ("VALUE", number, [1])]
+    assert config.output[0].label_filename == ""
+    assert triton.parameters_of(config)["labels"] == "[]"
+
+
+def test_runner_config_of_a_regression_has_one_column_without_a_name(kit: Any, tmp_path: Path) -> None:
+    config = triton.runner_config(kit.score_model(tmp_path), name="stsb_student", inputs=kit.ALL_INPUTS)
+    (logits,) = config.output
+    assert (list(logits.dims), logits.label_filename) == ([1], "")
+
+
 def test_queue_without_limits_has_no_policy(make_model: Callable[..., ServedModel]) -> None:
     # Even an empty policy makes Triton's batcher miss wake-ups.
     assert not triton.teacher_config(make_model(), name="t", pad_id=0).dynamic_batching.HasField("default_queue_policy")
@@ -141,21 +158,22 @@ def test_warmup_text_begins_with_its_length_in_bytes(text: str) -> None:
 
 
 @given(
-    labels=st.lists(st.text(st.characters(codec="utf-8"), min_size=1), min_size=2, max_size=4, unique=True),
+    labels=st.lists(st.text(st.characters(codec="utf-8"), min_size=1), max_size=4, unique=True),
+    pair=st.booleans(),
     delay=st.integers(0, 10**6),
     batch=st.integers(1, 1024),
 )
-def test_every_config_survives_the_round_trip(labels: list[str], delay: int, batch: int) -> None:
-    from pathlib import Path
-
+def test_every_config_survives_the_round_trip(labels: list[str], pair: bool, delay: int, batch: int) -> None:
     from hypothesis import assume
 
+    assume(len(labels) != 1)
     assume(all(label.strip() and label.splitlines() == [label] for label in labels))
     model = ServedModel(
         name="sst2",
         onnx=Path("m"),
         tokenizer=Path("t"),
         labels=tuple(labels),
+        pair=pair,
         max_tokens=8,
         max_batch_size=batch,
         queue=Queue(max_delay_us=delay),

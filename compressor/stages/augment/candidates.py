@@ -14,7 +14,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from compressor.errors import SourceError
-from compressor.progress import Progress
 from compressor.sources import check, model_folder, package_folder
 from compressor.stages.augment.words import STOP_WORDS, Word
 
@@ -133,14 +132,11 @@ class MaskedLM:
         encoded = [self._encode(text, word) for text, word in places]
         found: list[list[str]] = [[] for _ in places]
         order = sorted(range(len(places)), key=lambda index: len(encoded[index][0]))
-        progress = Progress("masked words", total=len(places))
         for start in range(0, len(order), MASKED_PER_PASS):
             group = order[start : start + MASKED_PER_PASS]
             for index, words in zip(group, self._pass([encoded[index] for index in group], count + 1), strict=True):
                 itself = places[index][1].text.casefold()
                 found[index] = [word for word in words if word.casefold() != itself][:count]
-            progress.advance(len(group))
-        progress.close()
         return found
 
     def _encode(self, text: str, word: Word) -> tuple[list[int], int]:

@@ -19,12 +19,13 @@ from transformers import BertConfig, BertForMaskedLM, BertModel, PreTrainedToken
 from compressor import artifact
 from compressor.artifact import Artifact
 from compressor.config import AugmentConfig
-from compressor.dataset import read_examples, write_examples
-from compressor.errors import SourceError
-from compressor.stages.augment import augment, candidates
+from compressor.dataset import Example, read_examples, task_of, texts_of, write_examples
+from compressor.errors import ConfigError, SourceError
+from compressor.stages.augment import augment, candidates, stage
 from compressor.stages.augment.candidates import MaskedLM, Vectors, load_masked_lm, load_vectors
 from compressor.stages.augment.stage import copies_of, find_candidates
 from compressor.stages.augment.words import STOP_WORDS, Word, eligible_words, replaced, written_like
+from compressor.tasks import TASKS, Task
 
 ANY_SPEED = hypothesis.settings(deadline=None, suppress_health_check=[HealthCheck.too_slow], max_examples=50)
 WINDOW = 16  # positions of the tiny masked LM
@@ -86,19 +87,24 @@ def write_glove(path: Path, vectors: dict[str, Sequence[float]] = VECTORS) -> Pa
     return path
 
 
-def make_examples(out: Path, rows: Sequence[tuple[str, int]] = ROWS) -> Artifact:
-    with artifact.write(out, "examples", key="corpus", section={}, parents={}) as draft:
-        write_examples(draft.path / "train.arrow", ((text, label, row) for row, (text, label) in enumerate(rows)))
+def make_examples(out: Path, rows: Sequence[tuple], task: Task) -> Artifact:
+    section = {"task": task.model_dump(mode="json")}
+    with artifact.write(out, "examples", key="corpus", section=section, parents={}) as draft:
+        found = (Example(tuple(texts), label, number) for number, (*texts, label) in enumerate(rows))
+        write_examples(draft.path / "train.arrow", found, task)
     return Artifact.open(out, kind="examples")
 
 
-def run(tmp_path: Path, rows: Sequence[tuple[str, int]] = ROWS, *, seed: int = 0, name: str = "out", **fields):
-    """Augment `rows` with the small vectors; gives the artifact and its rows (text, label, origin)."""
+def run(
+    tmp_path: Path, rows: Sequence[tuple] = ROWS, *, task: str = "sst2", seed: int = 0, name: str = "out", **fields
+):
+    """Augment `rows` with the small vectors; gives the artifact and its rows (one text or two, label, origin)."""
     glove = write_glove(tmp_path / "vectors.txt")
-    examples = make_examples(tmp_path / f"{name}-corpus", rows)
+    examples = make_examples(tmp_path / f"{name}-corpus", rows, TASKS[task])
     made = augment(settings(**{"vectors": str(glove)} | fields), examples, seed=seed, key="k", out=tmp_path / name)
     data = read_examples(made.path / "train.arrow")
-    return made, list(zip(data["text"], data["label"], data["origin"], strict=True))
+    found = zip(texts_of(data), data["label"], data["origin"], strict=True)
+    return made, [(*texts, label, origin) for texts, label, origin in found]
 
 
 def names(text: str) -> list[str]:
@@ -367,7 +373,8 @@ def test_a_word_is_one_piece_if_the_tokenizer_keeps_it_whole(word, whole):
 def test_words_of_several_pieces_get_their_candidates_from_the_vectors():
     text = "films good"
     vectors = make_vectors({"films": (1, 0), "movies": (1, 0.1), "good": (0, 1), "great": (0.1, 1)})
-    (found,) = find_candidates(settings(), [text], [eligible_words(text)], vectors, make_masked_lm())
+    near = vectors.neighbours(["films", "good"], 5)
+    found = find_candidates(settings(), [text], near, make_masked_lm())[text]
     assert [word.text for word, _ in found] == ["films", "good"]
     assert "movies" in found[0][1]
     assert set(found[1][1]) <= set(CONTENT)
@@ -395,7 +402,8 @@ FILM = [(Word(2, 6, "film"), ["movie", "picture"])]
 
 
 def copies(text: str, found, *, seed: int = 0, **fields) -> list[str]:
-    return [copy for copy, _ in copies_of(text, found, settings(**fields), random.Random(seed))]
+    made = copies_of((text,), [found], settings(**fields), random.Random(seed))
+    return [copy for (copy,), _ in made]
 
 
 def test_copies_are_distinct_and_none_is_the_original():
@@ -410,22 +418,60 @@ def test_copies_are_no_more_than_asked_for():
 
 def test_a_text_without_words_has_no_copies_and_takes_no_draw():
     stream = random.Random(0)
-    assert list(copies_of("!!!", [], settings(), stream)) == []
+    assert list(copies_of(("!!!",), [[]], settings(), stream)) == []
     assert stream.random() == random.Random(0).random()
 
 
 def test_each_copy_says_how_many_words_were_replaced():
     text = "film film film"
     words = [(word, ["movie"]) for word in eligible_words(text)]
-    for copy, count in copies_of(text, words, settings(copies=7), random.Random(0)):
+    for (copy,), count in copies_of((text,), [words], settings(copies=7), random.Random(0)):
         assert copy.count("movie") == count > 0
 
 
 def test_words_are_replaced_with_the_chance_of_the_recipe():
     text = " ".join(["film"] * 200)
     words = [(word, ["movie"]) for word in eligible_words(text)]
-    counts = [count for _, count in copies_of(text, words, settings(10, replace_probability=0.3), random.Random(0))]
+    made = copies_of((text,), [words], settings(10, replace_probability=0.3), random.Random(0))
+    counts = [count for _, count in made]
     assert np.mean(counts) / 200 == pytest.approx(0.3, abs=0.03)
+
+
+# ---- copies of a pair
+
+
+PLOT = [(Word(2, 6, "plot"), ["story", "script", "tale"])]
+FILMS = [(Word(2, 6, "film"), ["movie", "picture", "reel"])]
+PAIR = ("a film", "a plot")
+
+
+def pair_copies(sides, *, seed: int = 0, copies: int = 4) -> list[tuple[str, ...]]:
+    made = copies_of(PAIR, sides, settings(copies, replace_probability=0.99), random.Random(seed))
+    return [copy for copy, _ in made]
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_a_copy_of_a_pair_varies_one_side_and_the_sides_take_turns(seed):
+    found = pair_copies([FILMS, PLOT], seed=seed, copies=2)
+    varied = [[new != old for new, old in zip(copy, PAIR, strict=True)] for copy in found]
+    assert sorted(varied) == [[False, True], [True, False]]
+
+
+def test_which_side_of_a_pair_begins_is_drawn():
+    first = [pair_copies([FILMS, PLOT], seed=seed, copies=1)[0] for seed in range(20)]
+    assert {copy[0] == PAIR[0] for copy in first} == {True, False}
+
+
+@pytest.mark.parametrize(("sides", "kept"), [([FILMS, []], 1), ([[], PLOT], 0)])
+def test_a_side_without_words_stays_and_the_other_varies_in_every_copy(sides, kept):
+    found = pair_copies(sides, copies=2)
+    assert [copy[kept] for copy in found] == [PAIR[kept]] * 2
+    assert len(set(found)) == 2
+
+
+def test_a_side_that_has_no_more_copies_leaves_its_turns_to_the_other():
+    found = pair_copies([[(Word(2, 6, "film"), ["movie"])], PLOT], copies=12)
+    assert sorted(found) == [("a film", "a script"), ("a film", "a story"), ("a film", "a tale"), ("a movie", "a plot")]
 
 
 # ---- the stage
@@ -531,7 +577,54 @@ def test_the_parent_is_recorded(tmp_path):
 
 
 def test_a_source_that_cannot_be_had_stops_the_stage_before_it_writes(tmp_path):
-    examples = make_examples(tmp_path / "corpus")
+    examples = make_examples(tmp_path / "corpus", ROWS, TASKS["sst2"])
     with pytest.raises(SourceError, match=r"augment.vectors is 'absent.txt', and there is no such file"):
         augment(settings(vectors="absent.txt"), examples, seed=0, key="k", out=tmp_path / "out")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["corpus"]
+
+
+PAIRS = [
+    ("The film is good.", "A film is good.", 1),
+    ("A Bad film", "!!! 42", 0),
+    ("...", "42", 0),
+    ("The film is good.", "the plot is bad", 1),
+]
+
+
+def test_pairs_keep_partner_and_label_and_come_behind_their_original(tmp_path):
+    made, rows = run(tmp_path, PAIRS, task="rte", copies=6)
+    origins = [origin for *_, origin in rows]
+    assert origins == sorted(origins)
+    for number, pair in enumerate(PAIRS):
+        first, *copies = [row[:3] for row in rows if row[3] == number]
+        assert first == pair
+        assert len({*copies, first}) == len(copies) + 1
+        assert {sum(new != old for new, old in zip(copy, pair, strict=True)) for copy in copies} <= {1}
+    assert {row[1] for row in rows if row[3] == 1} == {"!!! 42"}
+    assert len({row[0] for row in rows if row[3] == 3}) > 1 < len({row[1] for row in rows if row[3] == 3})
+    assert origins.count(2) == made.metrics["rows_without_words"] == 1
+
+
+def test_an_augmented_artifact_says_which_task_it_is_of(tmp_path):
+    assert task_of(run(tmp_path, PAIRS, task="rte")[0]) == TASKS["rte"]
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_how_many_rows_are_in_memory_does_not_change_the_result(masked, tmp_path, monkeypatch):
+    torch.manual_seed(0)
+    BertForMaskedLM(bert_config()).save_pretrained(tmp_path / "lm")
+    make_tokenizer().save_pretrained(tmp_path / "lm")
+    contents = set()
+    for size in (1, 3, 1000):
+        monkeypatch.setattr(stage, "ROWS_AT_ONCE", size)
+        fields = {"masked_lm": str(tmp_path / "lm")} if masked else {}
+        contents.add(run(tmp_path, PAIRS, task="rte", name=f"size-{size}", **fields)[0].content)
+    assert len(contents) == 1
+
+
+def test_a_regression_is_refused_before_anything_is_read(tmp_path):
+    examples = make_examples(tmp_path / "corpus", [("a", "b", 1.0), ("c", "d", 2.0)], TASKS["stsb"])
+    sentence = r"augment: stsb is a regression, whose scores would be copied to changed texts; drop \[augment\]"
+    with pytest.raises(ConfigError, match=sentence):
+        augment(settings(vectors="absent.txt"), examples, seed=0, key="k", out=tmp_path / "out")
+    assert not (tmp_path / "out").exists()

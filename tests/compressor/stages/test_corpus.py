@@ -6,7 +6,6 @@ import csv
 import io
 import json
 import os
-import re
 from collections import Counter
 from collections.abc import Sequence
 from itertools import chain, product
@@ -22,13 +21,14 @@ from hypothesis import strategies as st
 from compressor import sources
 from compressor.artifact import Artifact
 from compressor.config import CorpusConfig
-from compressor.dataset import SPLITS, read_examples
+from compressor.dataset import read_examples, texts_of
 from compressor.errors import ArtifactError, DataError, SourceError
 from compressor.stages.corpus import corpus, read_ratings, read_source
-from compressor.tasks import TASKS
+from compressor.tasks import TASKS, Task
 
 ANY_SPEED = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow], max_examples=30)
 SST2 = TASKS["sst2"]
+SPLITS = ("train", "validation", "test")
 HEADER = "sentence\tlabel\n"
 MANY = [(f"text number {number}", number % 2) for number in range(100)]
 BOTH = [("bad one", 0), ("good one", 1)]
@@ -76,26 +76,39 @@ def write(path: Path, rows: Sequence[tuple[str, object]], *, label_first: bool =
     return path
 
 
-def read_file(path: Path) -> list[tuple[str, int]]:
-    """Rows of one file in order: as the train split of a folder with that file and a test file beside it."""
-    found, _ = read_source(CorpusConfig(source=str(path), validation=1e-9, test=1e-9), SST2, seed=0)
+def single(rows: Sequence[tuple[tuple[str, ...], float]]) -> list[tuple[str, float]]:
+    """Rows of one text each, as (text, label)."""
+    return [(text, label) for (text,), label in rows]
+
+
+def read_rows(path: Path, task: Task) -> list[tuple[tuple[str, ...], float]]:
+    """Rows of one file in order, with shares so small that nothing is held out."""
+    found, _ = read_source(CorpusConfig(source=str(path), validation=1e-9, test=1e-9), task, seed=0)
     assert not found["validation"]
     assert not found["test"]
     return found["train"]
 
 
-def read_text(folder: Path, text: str | bytes, name: str = "x.tsv") -> list[tuple[str, int]]:
+def read_file(path: Path) -> list[tuple[str, float]]:
+    return single(read_rows(path, SST2))
+
+
+def read_text(folder: Path, text: str | bytes, name: str = "x.tsv") -> list[tuple[str, float]]:
     (folder / name).write_bytes(text if isinstance(text, bytes) else text.encode())
     return read_file(folder / name)
 
 
-def make(source: Path, out: Path, *, seed: int = 0, **config) -> Artifact:
-    return corpus(CorpusConfig(source=str(source), **config), SST2, seed=seed, key="k", out=out)
+def make(source: Path, out: Path, *, task: Task = SST2, seed: int = 0, **config) -> Artifact:
+    return corpus(CorpusConfig(source=str(source), **config), task, seed=seed, key="k", out=out)
 
 
-def rows_of(examples: Artifact) -> dict[str, list[tuple[str, int]]]:
-    found = {split: read_examples(examples.path / f"{split}.arrow") for split in SPLITS}
-    return {split: list(zip(data["text"], data["label"], strict=True)) for split, data in found.items()}
+def pairs_of(examples: Artifact) -> dict[str, list[tuple[tuple[str, ...], float]]]:
+    found = {path.stem: read_examples(path) for path in sorted(examples.path.glob("*.arrow"))}
+    return {split: list(zip(texts_of(data), data["label"], strict=True)) for split, data in found.items()}
+
+
+def rows_of(examples: Artifact) -> dict[str, list[tuple[str, float]]]:
+    return {split: single(rows) for split, rows in pairs_of(examples).items()}
 
 
 # ---- bytes and rows are kept
@@ -209,9 +222,9 @@ def test_a_label_of_another_type_is_refused(label, tmp_path):
         ("x.jsonl", "\n\n", r"x.jsonl is empty; it needs rows"),
         ("x.tsv", "text\tlabel\ngood\t1\n", r"x.tsv, line 2: no column 'sentence'; found 'text', 'label'"),
         ("x.tsv", "sentence\tscore\ngood\t1\n", r"x.tsv, line 2: no column 'label'; found 'sentence', 'score'"),
-        ("x.tsv", f"{HEADER}good\t1\nbad\n", r"x.tsv, line 3: 1 columns; the header has 2"),
-        ("x.tsv", f"{HEADER}good\t1\n\nto\to\t0\n", r"x.tsv, line 4: 3 columns; the header has 2"),
-        ("x.csv", "sentence,label\ngood,1\nbad, really,0\n", r"x.csv, line 3: 3 columns; the header has 2"),
+        ("x.tsv", f"{HEADER}good\t1\nbad\n", r"x.tsv, line 3: 1 columns; a row needs 2"),
+        ("x.tsv", f"{HEADER}good\t1\n\nto\to\t0\n", r"x.tsv, line 4: 3 columns; a row needs 2"),
+        ("x.csv", "sentence,label\ngood,1\nbad, really,0\n", r"x.csv, line 3: 3 columns; a row needs 2"),
         ("x.csv", 'sentence,label\n"two\nlines",1\nbad\n', r"x.csv, line 4: 1 columns"),
         ("x.csv", 'sentence,label\ngood,1\n"never closed,0\nmore,1\n', r"x.csv, line 4: unexpected end of data"),
         ("x.csv", 'sentence,label\n"good" one,1\n', r"x.csv, line 2: ',' expected after '\"'"),
@@ -226,18 +239,38 @@ def test_a_label_of_another_type_is_refused(label, tmp_path):
             r"x.jsonl, line 1: column 'sentence' holds int 5; it must be text",
         ),
         ("x.jsonl", '{"sentence": ["a"], "label": 1}\n', r"x.jsonl, line 1: column 'sentence' holds list"),
-        ("x.jsonl", '{"sentence": "half \\ud83c", "label": 1}\n', r"line 1: the text holds half a character"),
-        ("x.parquet", "PAR?", r"x.parquet is not a Parquet file"),
+        (
+            "x.jsonl",
+            '{"sentence": "half \\ud83c", "label": 1}\n',
+            r"line 1, column 'sentence': the text holds half a character",
+        ),
+        ("x.parquet", "PAR?", r"x.parquet is not a Parquet file, or damaged"),
         ("x.txt", "good\t1\n", r"x.txt ends in '.txt'; data files end in .tsv, .csv, .jsonl, .parquet"),
-        ("x.tsv", f"{HEADER}  \t1\n", r"x.tsv, line 2: the text is empty; give it a text or drop the row"),
+        (
+            "x.tsv",
+            f"{HEADER}  \t1\n",
+            r"x.tsv, line 2, column 'sentence': the text is empty; give it a text or drop the row",
+        ),
         (
             "x.tsv",
             f"{HEADER}good\t1\n{'é' * 50_001}\t1\n",
-            r"x.tsv, line 3: the text has 100002 bytes; the limit is 100",
+            r"x.tsv, line 3, column 'sentence': the text has 100002 bytes; the limit is 100",
         ),
-        ("x.tsv", f"{HEADER}a\x00b\t1\n", r"x.tsv, line 2: the text holds control character '\\x00'; remove it"),
-        ("x.tsv", HEADER + "\x1b[31mred\t1\n", r"x.tsv, line 2: the text holds control character '\\x1b'"),
-        ("x.tsv", f"{HEADER}a\x7fb\t1\n", r"x.tsv, line 2: the text holds control character '\\x7f'"),
+        (
+            "x.tsv",
+            f"{HEADER}a\x00b\t1\n",
+            r"x.tsv, line 2, column 'sentence': the text holds control character '\\x00'; remove it",
+        ),
+        (
+            "x.tsv",
+            HEADER + "\x1b[31mred\t1\n",
+            r"x.tsv, line 2, column 'sentence': the text holds control character '\\x1b'",
+        ),
+        (
+            "x.tsv",
+            f"{HEADER}a\x7fb\t1\n",
+            r"x.tsv, line 2, column 'sentence': the text holds control character '\\x7f'",
+        ),
     ],
 )
 def test_a_mistake_is_named_by_file_and_line(name, text, sentence, tmp_path):
@@ -284,14 +317,14 @@ def test_two_files_for_one_split_are_refused(tmp_path):
     write(tmp_path / "train.tsv", MANY)
     write(tmp_path / "dev.tsv", BOTH)
     write(tmp_path / "validation.csv", BOTH)
-    with pytest.raises(DataError, match=r"holds both dev.tsv and validation.csv; keep one file for validation"):
+    with pytest.raises(DataError, match=r"holds both dev.tsv and validation.csv; keep one of them for validation"):
         make(tmp_path, tmp_path / "out")
 
 
 def test_one_label_only_is_refused(tmp_path):
     path = write(tmp_path / "x.tsv", [(f"text {number}", 1) for number in range(40)])
     with pytest.raises(
-        DataError, match=r"the train split of .*x.tsv has only label 'positive'; .* at least two labels"
+        DataError, match=r"the train split of .*x.tsv has only label 'positive'; it needs at least two labels"
     ):
         make(path, tmp_path / "out")
 
@@ -441,11 +474,14 @@ def ratings(folder: Path, text: str) -> Path:
 
 def test_undecided_ratings_are_left_out_and_counted(tmp_path):
     path = ratings(tmp_path, "a_1\t2.5\tgood\r\na_2\t-0.4\tso so\r\na_3\t-1.0\tbad\r\na_4\t0.5\tjust enough\r\n")
-    assert read_ratings(path, 0.5, SST2) == ([("good", 1), ("bad", 0), ("just enough", 1)], 1)
+    assert read_ratings(path, 0.5, SST2) == (
+        [(("good",), 1), (("bad",), 0), (("just enough",), 1)],
+        1,
+    )
 
 
 def test_a_rating_of_nothing_is_never_a_label(tmp_path):
-    assert read_ratings(ratings(tmp_path, "1\t0.0\tneither\n2\t0.1\tgood\n"), 0.0, SST2) == ([("good", 1)], 1)
+    assert read_ratings(ratings(tmp_path, "1\t0.0\tneither\n2\t0.1\tgood\n"), 0.0, SST2) == ([(("good",), 1)], 1)
 
 
 @pytest.mark.parametrize("line", ["a\t1.0", "a\tmany\ttext", "a"])
@@ -488,8 +524,9 @@ def hub(monkeypatch):
     return answer
 
 
-def read_hub() -> dict[str, list[tuple[str, int]]]:
-    return read_source(CorpusConfig(source="hub:nyu-mll/glue"), SST2, seed=0)[0]
+def read_hub() -> dict[str, list[tuple[str, float]]]:
+    found, _ = read_source(CorpusConfig(source="hub:nyu-mll/glue"), SST2, seed=0)
+    return {split: single(rows) for split, rows in found.items()}
 
 
 def hub_train(names: Sequence[str] = SST2.labels) -> datasets.Dataset:
@@ -532,19 +569,21 @@ def test_hub_that_cannot_be_reached_gives_one_sentence_with_the_remedy(error, hu
 
 def test_hub_labels_of_another_task_are_refused(hub):
     hub({"train": hub_train(("no", "yes"))})
-    with pytest.raises(DataError, match=re.escape("hub:nyu-mll/glue has labels ['no', 'yes']; sst2 has ['negative', ")):
+    with pytest.raises(
+        DataError, match=r"hub:nyu-mll/glue, train, row 1: label 'no' is unknown; labels of sst2 are negative"
+    ):
         read_hub()
 
 
 def test_hub_columns_of_another_task_are_refused(hub):
     hub({"train": hub_train().rename_column("sentence", "text")})
-    with pytest.raises(DataError, match=r"has columns \['text', 'label'\]; sst2 needs 'sentence' and 'label'"):
+    with pytest.raises(DataError, match=r"glue, train, row 1: no column 'sentence'; found 'text', 'label'"):
         read_hub()
 
 
 def test_hub_texts_are_checked_too(hub):
     hub({"train": hub_split(["good", " "], [1, 0])})
-    with pytest.raises(DataError, match=r"hub:nyu-mll/glue, train, row 2: the text is empty"):
+    with pytest.raises(DataError, match=r"hub:nyu-mll/glue, train, row 2, column 'sentence': the text is empty"):
         read_hub()
 
 

@@ -10,10 +10,11 @@ import pytest
 from onnx import TensorProto
 
 from compressor.artifact import Artifact
+from compressor.checkpoints import load_classifier
 from compressor.config import ExportConfig
+from compressor.dataset import Inputs
 from compressor.errors import GateError
 from compressor.evaluate import OnnxPredictor, TorchPredictor
-from compressor.models import load_classifier
 from compressor.stages import export as stage
 from compressor.stages.export import _difference, export
 from tests import tiny
@@ -44,7 +45,7 @@ def run(config: ExportConfig, line: Line, out: Path) -> Artifact:
 def test_parity_is_measured_on_the_validation_texts(exported: Artifact, name: str) -> None:
     found = exported.metrics[name]
     assert found["max_logit_difference"] <= found["bound"] == 1e-4
-    assert (found["rows"], found["label_agreement"], found["batch_sizes"]) == (48, 1.0, [1, 8, 33])
+    assert (found["rows"], found["agreement"], found["batch_sizes"]) == (48, 1.0, [1, 8, 33])
 
 
 @pytest.mark.parametrize(("name", "step"), [("student", "5-distill-prediction"), ("teacher", "3-finetune")])
@@ -55,8 +56,9 @@ def test_a_graph_answers_as_pytorch_at_any_shape(
     random = np.random.default_rng(rows)
     ids = random.integers(5, 30, (rows, tokens))
     mask = (np.arange(tokens) < random.integers(1, tokens + 1, (rows, 1))).astype(np.int64)
-    mine = OnnxPredictor(exported.path / name / "model.onnx", threads=1)(ids, mask)
-    theirs = TorchPredictor(load_classifier(line.run / step, tiny.TASK))(ids, mask)
+    inputs = Inputs(ids, random.integers(0, 2, (rows, tokens)), mask)
+    mine = OnnxPredictor(exported.path / name / "model.onnx", threads=1)(inputs)
+    theirs = TorchPredictor(load_classifier(line.run / step, tiny.TASK))(inputs)
     np.testing.assert_allclose(mine, theirs, atol=1e-5)
 
 
@@ -93,7 +95,7 @@ def test_logits_that_are_no_numbers_count_as_different(value: float) -> None:
 
 def test_a_graph_that_gives_nan_fails_the_gate(line: Line, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     predict = OnnxPredictor.__call__
-    monkeypatch.setattr(stage.OnnxPredictor, "__call__", lambda self, ids, mask: predict(self, ids, mask) * np.nan)
+    monkeypatch.setattr(stage.OnnxPredictor, "__call__", lambda self, inputs: predict(self, inputs) * np.nan)
     with pytest.raises(GateError, match=r"parity gate: student"):
         run(ExportConfig(), line, tmp_path / "onnx")
 

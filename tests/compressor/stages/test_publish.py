@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from compressor.artifact import Artifact
 from compressor.config import PublishConfig
+from compressor.dataset import Example, write_examples
 from compressor.stages.publish import is_published, publish
-from serving import RepositoryError, read, repository
+from compressor.tasks import TASKS
+from serving import RepositoryError, read, repository, triton
 from tests import tiny
 from tests.conftest import Line
+from tests.serving.conftest import write_graph, write_tokenizer
 
 MODELS = ("sst2", "sst2_student", "sst2_teacher")
 
@@ -29,6 +34,41 @@ def run(line: Line, out: Path, root: Path, **config: Any) -> Artifact:
         out=out,
         root=root,
     )
+
+
+@pytest.mark.parametrize("name", ["stsb", "mnli"])
+def test_pairs_and_regressions_are_published_as_what_they_are(tmp_path: Path, name: str) -> None:
+    task = TASKS[name]
+    pairs = [("a good film", "bad"), ("good", "film"), ("a fine film", "a bad film, bad"), ("bad", "a fine film")]
+    with tiny.sealed(tmp_path / "corpus", "examples") as draft:
+        rows = [Example(texts=pair, label=1, origin=number) for number, pair in enumerate(pairs)]
+        write_examples(draft.path / "validation.arrow", rows, task)
+    for kind in ("int8", "onnx"):
+        with tiny.sealed(tmp_path / kind, kind) as draft:
+            folder = draft.path / "teacher" if kind == "onnx" else draft.path
+            write_graph(folder / "model.onnx", weights=np.zeros((9, task.outputs), np.float32))
+            write_tokenizer(folder / "tokenizer.json")
+    made = publish(
+        PublishConfig(),
+        task,
+        int8=Artifact.open(tmp_path / "int8", kind="int8"),
+        onnx_models=Artifact.open(tmp_path / "onnx", kind="onnx"),
+        corpus=Artifact.open(tmp_path / "corpus", kind="examples"),
+        max_tokens=tiny.MAX_TOKENS,
+        key="published",
+        out=tmp_path / "out",
+        root=tmp_path / "root",
+    )
+    assert is_published(made, tmp_path / "root")
+    for served in (name, f"{name}_teacher"):
+        config = triton.from_text((tmp_path / "root" / served / "config.pbtxt").read_text())
+        assert [tensor.name for tensor in config.input] == ["TEXT", "TEXT_PAIR"]
+        assert config.output[-1].name == ("PROBABILITIES" if task.labels else "VALUE")
+        assert list(config.output[-1].dims) == [task.outputs]
+        assert json.loads(triton.parameters_of(config)["labels"]) == list(task.labels)
+        longest = config.model_warmup[-1].inputs
+        raw = [(tmp_path / "root" / served / "warmup" / longest[name].input_data_file).read_bytes() for name in longest]
+        assert sorted(text[4:].decode() for text in raw) == ["a bad film, bad", "a fine film"]
 
 
 def files(root: Path) -> dict[str, tuple[int, int]]:

@@ -12,11 +12,11 @@ from onnx import TensorProto, numpy_helper
 
 from compressor import latency
 from compressor.artifact import Artifact
+from compressor.checkpoints import load_tokenizer
 from compressor.config import QuantizeConfig
 from compressor.dataset import Encoded, encode
 from compressor.errors import GateError
 from compressor.evaluate import OnnxPredictor
-from compressor.models import load_tokenizer
 from compressor.stages import quantize as stage
 from compressor.stages.quantize import (
     CalibrationTexts,
@@ -72,7 +72,8 @@ def operators(model: onnx.ModelProto) -> dict[str, int]:
 
 def row(scheme: str, accuracy: float, ms: float, flips: float = 0.0) -> dict[str, Any]:
     times = {"1x16": ms, "1x32": ms, "8x32": ms}
-    return {"scheme": scheme, "accuracy": accuracy, "label_flips": flips, "size_bytes": 1_000_000, "p50_ms": times}
+    facts = {"scheme": scheme, "metric": "accuracy", "score": accuracy, "flips": flips}
+    return {**facts, "size_bytes": 1_000_000, "p50_ms": times}
 
 
 def test_rows_are_within_half_a_step_of_what_they_were() -> None:
@@ -164,7 +165,7 @@ def test_an_int8_graph_is_much_smaller_and_says_nearly_the_same(
     source, target = models.path / "teacher" / "model.onnx", path_of(graphs[scheme])
     assert target.stat().st_size < 0.4 * source.stat().st_size
     batch = rows["validation"].batch(np.arange(48))
-    theirs, mine = (OnnxPredictor(path, threads=1)(batch.input_ids_BS, batch.mask_BS) for path in (source, target))
+    theirs, mine = (OnnxPredictor(path, threads=1)(batch.inputs) for path in (source, target))
     assert (theirs.argmax(axis=1) == mine.argmax(axis=1)).mean() > 0.95
 
 
@@ -172,12 +173,12 @@ def test_the_static_scheme_gives_a_row_the_same_logits_alone_and_in_a_batch(
     graphs: dict[str, onnx.ModelProto], rows: dict[str, Encoded]
 ) -> None:
     predictor = OnnxPredictor(path_of(graphs["static"]), threads=1)
-    chosen = np.flatnonzero(rows["validation"].length_N <= 8)
+    chosen = np.flatnonzero(rows["validation"].lengths(np.arange(len(rows["validation"]))) <= 8)
     together = rows["validation"].batch(chosen)
-    logits_NC = predictor(together.input_ids_BS, together.mask_BS)
+    logits_NC = predictor(together.inputs)
     for place, number in enumerate(chosen):
         alone = rows["validation"].batch(np.array([number]))
-        assert np.array_equal(predictor(alone.input_ids_BS, alone.mask_BS)[0], logits_NC[place])
+        assert np.array_equal(predictor(alone.inputs)[0], logits_NC[place])
 
 
 def test_calibration_texts_come_one_by_one_without_padding(rows: dict[str, Encoded]) -> None:
@@ -225,7 +226,7 @@ def test_none_within_the_bound_fails_with_the_table() -> None:
     table = [row("fp32", 0.9, 10), row("dynamic", 0.8, 6), row("static", 0.85, 3)]
     message = (
         r"best INT8 candidate \(static\) loses 5\.00 points .* bound is 0\.50 .*"
-        r"fp32: accuracy 90\.00 % .*; dynamic: accuracy 80\.00 % \(-10\.00\).*; static: accuracy 85\.00 % \(-5\.00\)"
+        r"fp32: accuracy 90\.00 .*; dynamic: accuracy 80\.00 \(-10\.00\).*; static: accuracy 85\.00 \(-5\.00\)"
     )
     with pytest.raises(GateError, match=message) as caught:
         choose(table, 0.005)
@@ -265,7 +266,7 @@ def test_a_stage_whose_candidates_all_lose_too_much_leaves_nothing(
 
     def poor(*arguments: Any) -> list[dict[str, Any]]:
         fp32, *others = score(*arguments)
-        return [fp32, *(other | {"accuracy": fp32["accuracy"] - 0.25} for other in others)]
+        return [fp32, *(other | {"score": fp32["score"] - 0.25} for other in others)]
 
     monkeypatch.setattr(stage, "score", poor)
     with pytest.raises(GateError, match=r"accuracy gate: .* loses 25\.00 points"):
@@ -292,4 +293,4 @@ def test_the_table_of_candidates_starts_with_fp32(line: Line) -> None:
     found = Artifact.open(line.run / "7-quantize", kind="int8").metrics["candidates"]
     assert [item["scheme"] for item in found] == ["fp32", "dynamic", "static"]
     assert found[0]["against_fp32"]["agreement"] == 1.0
-    assert all(item["accuracy"] == min(item["accuracy_batch_1"], item["accuracy_batch_64"]) for item in found)
+    assert all(item["score"] == min(item["score_batch_1"], item["score_batch_64"]) for item in found)
