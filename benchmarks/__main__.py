@@ -114,7 +114,8 @@ def run_train(
     from benchmarks import train
     from compressor.world import available_cores
 
-    result = train.train(corpus, base, threads=threads or available_cores(), seed=seed, quick=quick, command=_command())
+    plan = train.QUICK if quick else train.FULL
+    result = train.train(corpus, base, plan=plan, threads=threads or available_cores(), seed=seed, command=_command())
     _show(result, train.tables(result), out, as_json=as_json)
     train.check_targets(result)
 

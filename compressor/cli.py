@@ -1,25 +1,23 @@
-"""The command line: one typed function per command. The only module that writes to standard output."""
+"""The command line: one typed function per command. It and its parts alone write to standard output."""
 
 from __future__ import annotations
 
 import json
 import logging
-import signal
 import sys
-from collections.abc import Iterator, Mapping
-from dataclasses import asdict
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
+from compressor import cli_serving, cli_stages
 from compressor.errors import CompressorError, ConfigError
 from compressor.options import (
     CorpusOption,
     DataOption,
     DeviceOption,
     JsonOption,
-    OutOption,
     ProcessesOption,
     RecipeOption,
     RepositoryOption,
@@ -29,13 +27,12 @@ from compressor.options import (
     auto_recipe,
     chosen_recipe,
 )
+from compressor.world import leads
 from serving.errors import ServingError
 
 if TYPE_CHECKING:
     from compressor.artifact import Artifact
-    from compressor.config import BuildConfig
     from compressor.pipeline import Planned
-    from compressor.steps import Step
 
 INTERRUPTED = 130  # what typer exits with on Ctrl-C
 
@@ -47,7 +44,6 @@ app = typer.Typer(
 )
 
 
-@app.command()
 def build(
     task: TaskOption = None,
     recipe: RecipeOption = "auto",
@@ -71,7 +67,10 @@ def build(
     """
     from compressor import pipeline
     from compressor.steps import Where, steps
+    from compressor.world import refuse_together
     from serving.repository import refuse_foreign
+
+    refuse_together("compressor build", "use --processes, or run the training stages one by one with torchrun")
 
     wanted = [*(overrides or []), f"export.format={export}"]
     config, name, why = chosen_recipe(task, recipe, device, wanted, data=data, teacher=teacher)
@@ -107,156 +106,6 @@ def _write_report(run: Path, artifacts: Mapping[str, Artifact]) -> Path:
     return report.write_report(run, artifacts)
 
 
-@app.command()
-def corpus(
-    out: OutOption,
-    task: TaskOption = None,
-    recipe: RecipeOption = "auto",
-    data: DataOption = None,
-    overrides: SetOption = None,
-) -> None:
-    """Read labelled text into Arrow examples in three splits."""
-    config, _, _ = chosen_recipe(task, recipe, "auto", overrides, data=data)
-    _run_stage(_step(config, "corpus"), {}, out)
-
-
-@app.command()
-def augment(
-    out: OutOption,
-    corpus: CorpusOption,
-    task: TaskOption = None,
-    recipe: RecipeOption = "auto",
-    overrides: SetOption = None,
-) -> None:
-    """Make more training text by replacing words."""
-    config, name, _ = chosen_recipe(task, recipe, "auto", overrides)
-    if config.augment is None:
-        raise ConfigError(f"recipe {name} has no [augment] section; add one, or leave the stage out")
-    _run_stage(_step(config, "augment"), {"corpus": corpus}, out)
-
-
-@app.command()
-def finetune(
-    out: OutOption,
-    corpus: CorpusOption,
-    task: TaskOption = None,
-    recipe: RecipeOption = "auto",
-    teacher: TeacherOption = None,
-    overrides: SetOption = None,
-    processes: ProcessesOption = 1,
-    device: DeviceOption = "auto",
-) -> None:
-    """Train a teacher, or adopt a checkpoint with --teacher."""
-    config, _, _ = chosen_recipe(task, recipe, device, overrides, teacher=teacher)
-    _run_stage(_step(config, "finetune", processes=processes, device=device), {"corpus": corpus}, out)
-
-
-@app.command()
-def general(
-    out: OutOption,
-    task: TaskOption = None,
-    recipe: RecipeOption = "auto",
-    overrides: SetOption = None,
-    processes: ProcessesOption = 1,
-    device: DeviceOption = "auto",
-) -> None:
-    """Make a general student from a pretrained teacher and any text: the recipe's [general] section.
-
-    Its folder can be a recipe's student.init, for every task with the same vocabulary.
-    """
-    config, name, _ = chosen_recipe(task, recipe, device, overrides)
-    if config.general is None:
-        raise ConfigError(f"recipe {name} has no [general] section; add one with a source of text")
-    _run_stage(_step(config, "general", processes=processes, device=device), {}, out)
-
-
-@app.command()
-def distill(
-    out: OutOption,
-    corpus: CorpusOption,
-    teacher: Annotated[Path, typer.Option("--teacher", help="Folder made by `compressor finetune`.")],
-    examples: Annotated[
-        Path | None, typer.Option("--examples", help="Training rows; those of --corpus if not given.")
-    ] = None,
-    student: Annotated[
-        Path | None, typer.Option("--student", help="Student of an earlier stage; a new one if not given.")
-    ] = None,
-    general: Annotated[
-        Path | None,
-        typer.Option("--general", help='Folder made by `compressor general`, for student.init = "general".'),
-    ] = None,
-    stage: Annotated[int, typer.Option("--stage", min=0, help="Which [[distill]] of the recipe, from 0.")] = 0,
-    task: TaskOption = None,
-    recipe: RecipeOption = "auto",
-    overrides: SetOption = None,
-    processes: ProcessesOption = 1,
-    device: DeviceOption = "auto",
-) -> None:
-    """Teach a student, by one of the recipe's [[distill]] stages."""
-    config, name, _ = chosen_recipe(task, recipe, device, overrides)
-    if stage >= len(config.distill):
-        raise ConfigError(f"--stage is {stage}; recipe {name} has [[distill]] stages 0 to {len(config.distill) - 1}")
-    if (student is None) != (stage == 0):
-        rule = "stage 0 makes a new student; later stages need the student of the stage before"
-        raise ConfigError(f"--stage is {stage} and --student is {student}; {rule}")
-    parents = {"teacher": teacher, "examples": examples or corpus, "corpus": corpus}
-    if student is not None:
-        parents["start"] = student
-    elif config.student.init == "general":
-        if general is None:
-            raise ConfigError('student.init is "general"; give the folder made by `compressor general` with --general')
-        parents["general"] = general
-    _run_stage(_step(config, "distill", number=stage, processes=processes, device=device), parents, out)
-
-
-@app.command()
-def export(
-    out: OutOption,
-    corpus: CorpusOption,
-    student: Annotated[Path, typer.Option("--student", help="Folder made by `compressor distill`.")],
-    teacher: Annotated[Path, typer.Option("--teacher", help="Folder made by `compressor finetune`.")],
-    task: TaskOption = None,
-    recipe: RecipeOption = "auto",
-    overrides: SetOption = None,
-) -> None:
-    """Export student and teacher to ONNX; fails with 3 if the logits differ from PyTorch's by more than the bound."""
-    config, _, _ = chosen_recipe(task, recipe, "auto", overrides)
-    _run_stage(_step(config, "export"), {"student": student, "teacher": teacher, "corpus": corpus}, out)
-
-
-@app.command()
-def quantize(
-    out: OutOption,
-    corpus: CorpusOption,
-    onnx: Annotated[Path, typer.Option("--onnx", help="Folder made by `compressor export`.")],
-    teacher: Annotated[Path, typer.Option("--teacher", help="Folder made by `compressor finetune`, to compare with.")],
-    task: TaskOption = None,
-    recipe: RecipeOption = "auto",
-    overrides: SetOption = None,
-) -> None:
-    """Quantize the student to INT8; fails with 3 if every candidate loses more accuracy than the bound."""
-    config, _, _ = chosen_recipe(task, recipe, "auto", overrides)
-    _run_stage(_step(config, "quantize"), {"onnx": onnx, "teacher": teacher, "corpus": corpus}, out)
-
-
-@app.command()
-def publish(
-    out: OutOption,
-    corpus: CorpusOption,
-    onnx: Annotated[Path, typer.Option("--onnx", help="Folder made by `compressor export`.")],
-    int8: Annotated[Path, typer.Option("--int8", help="Folder made by `compressor quantize`.")],
-    repository: RepositoryOption = Path("model_repository"),
-    task: TaskOption = None,
-    recipe: RecipeOption = "auto",
-    overrides: SetOption = None,
-) -> None:
-    """Write the models into a Triton model repository."""
-    config, _, _ = chosen_recipe(task, recipe, "auto", overrides)
-    step = _step(config, "publish", repository=repository)
-    _run_stage(step, {"int8": int8, "onnx": onnx, "corpus": corpus}, out)
-
-
-@app.command()
 def evaluate(
     corpus: CorpusOption,
     model: Annotated[Path | None, typer.Option("--model", help="Folder of a teacher, student or INT8 stage.")] = None,
@@ -295,95 +144,6 @@ def evaluate(
         typer.echo(f"{METRIC_NAMES[name]} {100 * metrics['all'][name]:.2f}")
 
 
-@app.command()
-def serve(
-    repository: Annotated[Path, typer.Argument(help="Model repository.")] = Path("model_repository"),
-    http_port: Annotated[int, typer.Option("--http-port", min=1, max=65535)] = 8000,
-    grpc_port: Annotated[int, typer.Option("--grpc-port", min=1, max=65535)] = 8001,
-    metrics_port: Annotated[int, typer.Option("--metrics-port", min=1, max=65535)] = 8002,
-    timeout_s: Annotated[float, typer.Option("--timeout", help="Seconds to wait for the models.")] = 120.0,
-    log: Annotated[Path | None, typer.Option("--log", help="File for the server's log.")] = None,
-) -> None:
-    """Start Triton on loopback, wait until every model is ready, and serve until Ctrl-C."""
-    from serving.repository import read
-    from serving.runtime import TritonServer
-
-    names = read(repository)
-    server = TritonServer(repository, http_port=http_port, grpc_port=grpc_port, metrics_port=metrics_port, log=log)
-    signal.signal(signal.SIGTERM, _interrupt)
-    try:
-        server.start()
-        server.wait_ready(timeout_s)
-        typer.echo(f"ready: {', '.join(names)}")
-        typer.echo(f"HTTP {server.http_url}, gRPC {server.grpc_url}, metrics {server.metrics_url}")
-        typer.echo('try: compressor classify "a gripping film"; stop with Ctrl-C')
-        server.wait()
-    except KeyboardInterrupt:
-        typer.echo("stopping", err=True)
-    finally:
-        server.stop()
-
-
-def _interrupt(number: int, frame: object) -> None:
-    """Let SIGTERM, by which service managers and scripts stop a server, end it the same way as Ctrl-C."""
-    raise KeyboardInterrupt
-
-
-@app.command()
-def classify(
-    texts: Annotated[list[str], typer.Argument(help="Texts; - reads one text per line from standard input.")],
-    url: Annotated[
-        str | None, typer.Option("--url", help="host:port; the default port of --protocol on loopback.")
-    ] = None,
-    protocol: Annotated[Literal["grpc", "http"], typer.Option("--protocol")] = "grpc",
-    model: Annotated[str, typer.Option("--model", help="Model that takes texts.")] = "sst2",
-    timeout_s: Annotated[float, typer.Option("--timeout", help="Seconds to wait for an answer.")] = 10.0,
-    as_json: JsonOption = False,
-) -> None:
-    """Send texts to a running server; prints label and probability, or the number, and the text of each.
-
-    To a model of pairs, each text is two with a tab between them.
-    """
-    from serving.client import Classification, Client
-
-    wanted = [line for text in texts for line in (_stdin_lines() if text == "-" else [text])]
-    if not wanted:
-        raise ConfigError("there is no text to classify: standard input is empty")
-    address = url or f"127.0.0.1:{8001 if protocol == 'grpc' else 8000}"
-    with Client(address, model=model, protocol=protocol, timeout_s=timeout_s) as client:
-        sent = [_pair(text) for text in wanted] if client.is_pair else wanted
-        for answer in client.classify(sent):
-            texts_shown = answer.text if answer.pair is None else f"{answer.text}\t{answer.pair}"
-            if as_json:
-                found = {name: value for name, value in asdict(answer).items() if value is not None}
-                typer.echo(json.dumps(found))
-            elif isinstance(answer, Classification):
-                typer.echo(f"{answer.label}\t{answer.score:.4f}\t{texts_shown}")
-            else:
-                typer.echo(f"{answer.value:.4f}\t{texts_shown}")
-
-
-def _pair(text: str) -> tuple[str, str]:
-    first, tab, second = text.partition("\t")
-    if not tab:
-        raise ConfigError(f"the model takes pairs and {text!r} is one text; write both with a tab between them")
-    return first, second
-
-
-def _stdin_lines() -> Iterator[str]:
-    """Texts on standard input, one a line; blank lines are no texts."""
-    for number, raw in enumerate(sys.stdin.buffer, start=1):
-        try:
-            text = raw.decode("utf-8").rstrip("\r\n")
-        except UnicodeDecodeError as error:
-            raise ConfigError(
-                f"standard input, line {number}: not UTF-8 ({error.reason} at byte {error.start})"
-            ) from error
-        if text.strip():
-            yield text
-
-
-@app.command()
 def recipe(
     task: Annotated[str, typer.Argument(help="Task, one of `compressor tasks`.")],
     name: Annotated[str, typer.Option("--recipe", help="auto, laptop or paper.")] = "auto",
@@ -397,7 +157,6 @@ def recipe(
     typer.echo(recipe_text(task, auto_recipe("auto")[0] if name == "auto" else name), nl=False)
 
 
-@app.command()
 def tasks() -> None:
     """List the tasks."""
     from compressor.tasks import TASKS
@@ -412,7 +171,6 @@ def tasks() -> None:
         typer.echo(f"{task.name}\t{texts}\t{answers}\t{', '.join(task.metrics)}\t{task.max_tokens} tokens")
 
 
-@app.command()
 def doctor(as_json: JsonOption = False) -> None:
     """Say what this machine has, and which recipe it can run."""
     from importlib.util import find_spec
@@ -448,36 +206,12 @@ def doctor(as_json: JsonOption = False) -> None:
     typer.echo(f"{'recipe':<16} {chosen}: {why}")
 
 
-@app.command()
 def report(run: Annotated[Path, typer.Argument(help="Run folder of a build.")]) -> None:
     """Render the report of a build again."""
     from compressor import report as reporting
     from compressor.pipeline import finished
 
     typer.echo(reporting.write_report(run, finished(run)))
-
-
-def _step(
-    config: BuildConfig,
-    stage: str,
-    *,
-    number: int = 0,
-    repository: Path = Path("model_repository"),
-    processes: int = 1,
-    device: str = "auto",
-) -> Step:
-    """The `number`-th step of a stage in a build of `config`."""
-    from compressor.steps import Where, steps
-
-    where = Where(repository=repository, processes=processes, device=device)
-    return [step for step in steps(config, where) if step.stage == stage][number]
-
-
-def _run_stage(step: Step, parents: Mapping[str, Path], out: Path) -> None:
-    """Run one stage on artifacts given by path, and print where its result is."""
-    from compressor import pipeline
-
-    typer.echo(pipeline.run_step(step, parents, out).path)
 
 
 def _print_plan(planned: list[Planned], recipe: str, why: str, run: Path, repository: Path, *, as_json: bool) -> None:
@@ -506,11 +240,33 @@ def _print_plan(planned: list[Planned], recipe: str, why: str, run: Path, reposi
             typer.echo(f"{'':<24} {key} = {source}")
 
 
+# The order of --help: the line, then what is asked of its results, then what helps.
+for command in (
+    build,
+    cli_stages.corpus,
+    cli_stages.augment,
+    cli_stages.finetune,
+    cli_stages.general,
+    cli_stages.distill,
+    cli_stages.export,
+    cli_stages.quantize,
+    cli_stages.publish,
+    evaluate,
+    cli_serving.serve,
+    cli_serving.classify,
+    recipe,
+    tasks,
+    doctor,
+    report,
+):
+    app.command()(command)
+
+
 def main() -> None:
     """Entry point: runs a command and turns errors into one sentence and an exit code."""
     logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stderr)
     for package in ("compressor", "serving"):
-        logging.getLogger(package).setLevel(logging.INFO)
+        logging.getLogger(package).setLevel(logging.INFO if leads() else logging.WARNING)
     try:
         app()
     except (CompressorError, ServingError) as error:

@@ -164,8 +164,8 @@ class Trainer:
             wrapped = nn.parallel.DistributedDataParallel(module, gradient_as_bucket_view=True)
             self._forward, self._quietly = wrapped, wrapped.no_sync
             if world.device.type == "cpu":
-                self._exchange = _Exchange(module, world)
-                wrapped.register_comm_hook(None, self._exchange)
+                self._exchange = exchange = _Exchange(module, world)
+                wrapped.register_comm_hook(None, lambda state, bucket: exchange.average(bucket))
         self._weights = [weights for weights in module.parameters() if weights.requires_grad]
         self.optimizer = _optimizer(module, config)
         self.scaler = torch.amp.GradScaler(world.device.type, enabled=self.dtype == torch.float16)
@@ -214,12 +214,11 @@ class _Exchange:
         """Say which tokens the rows of all processes have in the next step."""
         self._token_T = torch.from_numpy(np.unique(batch.inputs.input_ids_BS))
 
-    def __call__(self, state: None, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
-        """DDP's communication hook: the average of a bucket of gradients, in its place."""
-        whole, table_VD = bucket.buffer(), None
-        for weights, gradient in zip(bucket.parameters(), bucket.gradients(), strict=True):
-            if weights is self._table:
-                table_VD = gradient
+    def average(self, bucket: Any) -> torch.futures.Future[Tensor]:
+        """Replace the gradients in one of DDP's buckets by their average over all processes, some time."""
+        whole: Tensor = bucket.buffer()
+        pairs = zip(bucket.parameters(), bucket.gradients(), strict=True)
+        table_VD: Tensor | None = next((gradient for weights, gradient in pairs if weights is self._table), None)
         if table_VD is None:
             return _summed(whole.div_(self._size), lambda total: total)
         # What else is in the bucket of the table lies before or behind it.
@@ -227,7 +226,8 @@ class _Exchange:
         parts = [whole[:start], whole[start + table_VD.numel() :], table_VD[self._token_T].flatten()]
 
         def put_back(total: Tensor) -> Tensor:
-            before, behind, rows = total.split([part.numel() for part in parts])
+            sizes = [part.numel() for part in parts]
+            before, behind, rows = total.split(sizes)  # type: ignore[no-untyped-call]  # torch's gap
             parts[0].copy_(before)
             parts[1].copy_(behind)
             table_VD[self._token_T] = rows.view(-1, table_VD.shape[1])
@@ -238,7 +238,7 @@ class _Exchange:
 
 def _summed(values: Tensor, then: Callable[[Tensor], Tensor]) -> torch.futures.Future[Tensor]:
     """`then` of the sum over all processes, some time."""
-    future = dist.all_reduce(values, async_op=True).get_future()  # type: ignore[union-attr]  # None if not async
+    future: torch.futures.Future[list[Tensor]] = dist.all_reduce(values, async_op=True).get_future()
     return future.then(lambda done: then(done.value()[0]))
 
 

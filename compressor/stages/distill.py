@@ -33,7 +33,7 @@ from compressor.progress import Progress
 from compressor.projection import projected_student
 from compressor.sources import model_folder
 from compressor.tasks import Task
-from compressor.training import Tensors, autocast, fit
+from compressor.training import Tensors, autocast, cast_frozen, fit
 from compressor.world import World, launch
 
 PROJECTION_ROWS = 2_000  # texts that show the subspace of the teacher's states
@@ -134,7 +134,7 @@ def _work(world: World, job: _Job) -> None:
     model, projections, facts = begun
     metrics: dict[str, Any] = {"parameters": model.num_parameters(), "train_rows": len(train)} | facts
     model.to(world.device)
-    teacher.to(world.device)
+    cast_frozen(teacher.to(world.device), world, config.precision)
     if job.start is None and metrics["head_trained"]:
         metrics["at_start"] = _measured(model, task, held_out["validation"], world)[0]
 

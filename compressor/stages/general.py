@@ -22,7 +22,7 @@ from compressor.checkpoints import (
     load_plain_encoder,
     load_tokenizer,
 )
-from compressor.config import GeneralConfig, StudentConfig
+from compressor.config import GeneralConfig, Precision, StudentConfig
 from compressor.dataset import ENCODED, Encoded
 from compressor.errors import ModelError
 from compressor.models import copied_student, layer_map, random_student, student_shape
@@ -30,7 +30,7 @@ from compressor.objectives import Intermediate, refuse_unlike
 from compressor.projection import projected_student
 from compressor.sources import model_folder
 from compressor.texts import packed, provenance
-from compressor.training import Tensors, fit
+from compressor.training import Tensors, autocast, cast_frozen, fit
 from compressor.world import World, launch
 
 PROJECTION_BLOCKS = 256  # blocks that show the subspace of the teacher's states
@@ -85,11 +85,15 @@ def _work(
     # One process makes it: another machine might come to another basis.
     begun = _new_student(config, student, teacher, layers, blocks.train, seed) if world.is_leader else None
     model, projections = world.broadcast(begun)
-    module = Intermediate(model, teacher.to(world.device), layers, config, projections).to(world.device)
+    cast_frozen(teacher.to(world.device), world, config.precision)
+    module = Intermediate(model, teacher, layers, config, projections).to(world.device)
     metrics: dict[str, Any] = {"teacher": report.as_dict(), "provenance": provenance(config.source), **blocks.facts}
-    metrics |= {"parameters": model.bert.num_parameters(), "at_start": mean_losses(module, blocks.held_out, world)}
+    metrics |= {
+        "parameters": model.bert.num_parameters(),
+        "at_start": mean_losses(module, blocks.held_out, config.precision, world),
+    }
     metrics["history"] = fit(module, blocks.train, config, world=world, seed=seed, folder=out / CHECKPOINT)
-    metrics["at_end"] = mean_losses(module, blocks.held_out, world)
+    metrics["at_end"] = mean_losses(module, blocks.held_out, config.precision, world)
     if world.is_leader:
         model.bert.save_pretrained(out)
         tokenizer.save_pretrained(out)
@@ -122,13 +126,14 @@ def _new_student(
 
 
 @torch.no_grad()
-def mean_losses(module: Intermediate, blocks: Encoded, world: World) -> dict[str, float]:
-    """Each loss term over all of some blocks, without low precision; every process does its share."""
+def mean_losses(module: Intermediate, blocks: Encoded, precision: Precision, world: World) -> dict[str, float]:
+    """Each loss term over all of some blocks; every process does its share."""
     totals = dict[str, float]()
     for number, batch in enumerate(blocks.batches_by_length(BLOCKS_AT_ONCE)):
         is_mine = number % world.size == world.rank
         if is_mine or not totals:  # the first one tells every process the names of the terms
-            terms = module(Tensors.of(batch, world.device))
+            with autocast(world, precision):
+                terms = module(Tensors.of(batch, world.device))
             totals = totals or dict.fromkeys(terms, 0.0)
             if is_mine:
                 totals = {name: total + float(terms[name]) * len(batch.row_B) for name, total in totals.items()}
