@@ -29,7 +29,7 @@ from compressor.world import World
 
 CHECKPOINT_EVERY_S = 30.0
 CLIP_NORM = 1.0
-# Finer than the server's 8: batches of rows of nearly one length are a quarter padding otherwise, with texts of 13 tokens.
+# Finer than the server's 8: of texts of 13 tokens, in batches of nearly one length, that makes a quarter padding.
 PAD_MULTIPLE = 4
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 log = logging.getLogger(__name__)
