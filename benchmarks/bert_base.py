@@ -15,6 +15,7 @@ from benchmarks import report
 from benchmarks.local import FULL, QUICK
 from benchmarks.report import Table, number, ratio
 from benchmarks.runs import Run, open_run
+from compressor import machine
 from compressor.errors import GateError
 from compressor.evaluate import MODEL_FILE, OnnxPredictor, Predictor, TorchPredictor
 from compressor.latency import shaped_call, summary
@@ -94,7 +95,7 @@ def check_targets(result: Mapping[str, Any]) -> None:
     if result["machine_was_busy"]:
         raise GateError(
             f"{result['cpu_in_use_before_percent']:.0f} % of the processor was in use by other work, the bound is "
-            f"{report.BUSY_PERCENT} %: that slows PyTorch most and flatters the student; run again on a quiet machine"
+            f"{machine.BUSY_PERCENT} %: that slows PyTorch most and flatters the student; run again on a quiet machine"
         )
     missed = [
         f"{what} is {result[value]:.1f} times; the target is at least {result[bound]:.0f}"

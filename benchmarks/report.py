@@ -10,16 +10,10 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-import psutil
-
 from compressor import machine
 from compressor.errors import ArtifactError
 
 MORE_PACKAGES = ("nvidia-pytriton", "tritonclient", "tokenizers", "grpcio")
-# Other work that takes more than this of the processor changes the times, those of PyTorch most: its threads wait for
-# each other many times in one call.
-BUSY_PERCENT = 10
-LOOK_S = 1.0
 MISSING = "-"
 
 
@@ -60,7 +54,7 @@ def percentiles(found: Mapping[str, Any]) -> str:
 
 def context(*, command: str, seed: int, threads: int) -> dict[str, Any]:
     """What every result says of its making: command, seed, machine, versions, and how busy the machine was before."""
-    busy = psutil.cpu_percent(LOOK_S)
+    busy = machine.in_use_percent()
     versions = machine.versions()
     for name in MORE_PACKAGES:
         try:
@@ -72,7 +66,7 @@ def context(*, command: str, seed: int, threads: int) -> dict[str, Any]:
         "seed": seed,
         "threads": threads,
         "cpu_in_use_before_percent": busy,
-        "machine_was_busy": busy > BUSY_PERCENT,
+        "machine_was_busy": busy > machine.BUSY_PERCENT,
         "machine": machine.fingerprint(),
         "versions": versions,
     }

@@ -28,6 +28,7 @@ from transformers import BertConfig, BertForSequenceClassification
 
 from benchmarks import report
 from benchmarks.report import Table, number, ratio
+from compressor import machine
 from compressor.artifact import Artifact
 from compressor.checkpoints import load_tokenizer
 from compressor.config import DistillConfig
@@ -355,7 +356,7 @@ def check_targets(result: Mapping[str, Any]) -> None:
     if result["machine_was_busy"]:
         raise GateError(
             f"{result['cpu_in_use_before_percent']:.0f} % of the processor was in use by other work, the bound is "
-            f"{report.BUSY_PERCENT} %: steps cannot be timed beside it; run again on a quiet machine"
+            f"{machine.BUSY_PERCENT} %: steps cannot be timed beside it; run again on a quiet machine"
         )
     missed = [
         f"{name} is {result['speedups'][name]['rows_per_s']:.2f} times as fast; the target is at least {target:g}"

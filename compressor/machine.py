@@ -19,6 +19,17 @@ CPU_FLAGS = ("avx2", "avx512f", "avx512_vnni", "avx_vnni", "avx512_bf16", "amx_i
 PACKAGES = ("torch", "transformers", "datasets", "optimum-onnx", "onnx", "onnxruntime", "onnxruntime-gpu", "numpy")
 
 
+# Other work that takes more than this of the processor changes times, PyTorch's most: its threads wait for each other
+# many times in one call.
+BUSY_PERCENT = 10
+LOOK_S = 1.0
+
+
+def in_use_percent() -> float:
+    """How much of the processor is in use by anything, while this process waits for a second."""
+    return float(psutil.cpu_percent(LOOK_S))
+
+
 def fingerprint() -> dict[str, Any]:
     """Processor, flags, cores, memory in GB, system and Python of this machine."""
     processor, flags = platform.processor() or platform.machine(), set[str]()

@@ -233,6 +233,8 @@ import sys
 from compressor import latency
 latency.time_in_turns.__kwdefaults__.update(rounds=1, turn_s=0.0)
 latency.SETTLE_S = 0.0
+from compressor import machine
+machine.LOOK_S = 0.1
 sys.argv[0] = "compressor"
 from compressor.cli import main
 main()

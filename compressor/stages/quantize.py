@@ -6,6 +6,7 @@ Shape legend: V words, D hidden width, N rows, C classes.
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal, assert_never
@@ -44,7 +45,7 @@ from compressor.evaluate import (
     same_answers,
     scores,
 )
-from compressor.latency import shaped_call, summary, time_in_turns
+from compressor.latency import SETTLE_S, shaped_call, summary, time_in_turns
 from compressor.progress import quiet_libraries
 from compressor.tasks import Task
 from compressor.world import available_cores
@@ -98,6 +99,8 @@ def quantize(
         graphs[chosen].rename(draft.path / MODEL_FILE)
         metrics = measure_splits(OnnxPredictor(draft.path / MODEL_FILE, threads=threads), task, encoded, draft.path)
         draft.metrics.update(metrics, scheme=chosen, candidates=table, threads=threads)
+        time.sleep(SETTLE_S)  # our own threads are not other work
+        draft.metrics["cpu_in_use_percent"] = machine.in_use_percent()
         draft.metrics["latency"] = time_systems(
             teacher, onnx_models, draft.path / MODEL_FILE, task, threads, len(tokenizer)
         )

@@ -178,6 +178,7 @@ def _int8_metrics() -> dict[str, Any]:
         "scheme": "dynamic",
         "candidates": [fp32, dynamic, static],
         "threads": 2,
+        "cpu_in_use_percent": 3.0,
         "latency": times,
         "size_bytes": 15_000_000,
     }
@@ -226,6 +227,14 @@ def test_verdict_says_so_when_the_student_is_larger_slower_and_better(tmp_path: 
         "and answers one text of 32 tokens 1.5 times slower than the teacher in PyTorch, 2.0 times slower than the "
         "teacher in ONNX Runtime."
     )
+
+
+def test_times_taken_beside_other_work_are_said_to_be(tmp_path: Path) -> None:
+    artifacts = make_run(tmp_path)
+    artifacts["7-quantize"].manifest["metrics"]["cpu_in_use_percent"] = 60.0
+    facts = collect(tmp_path, artifacts)
+    assert facts["verdict"].endswith("teacher in ONNX Runtime (timed beside other work: do not publish these times).")
+    assert "Other work used 60 % of the processor, which slows PyTorch most" in markdown(facts)
 
 
 def test_int8_is_compared_with_the_teacher_row_by_row(tmp_path: Path) -> None:

@@ -121,7 +121,7 @@ def test_losses_of_the_intermediate_stage_fall(
     made = run(config, tiny.student(init="random"), teacher, corpus, tmp_path / "student")
     first, *_, last = (entry["losses"] for entry in made.metrics["history"]["epochs"])
     assert set(first) == {"embedding", "hidden", "attention" if attention == "scores" else "relations"}
-    assert all(last[name] < first[name] for name in first)
+    assert sum(last.values()) < 0.9 * sum(first.values())
 
 
 def test_a_student_comes_near_its_teacher(teacher: Artifact, corpus: Artifact, tmp_path: Path) -> None:
