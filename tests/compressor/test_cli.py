@@ -244,6 +244,25 @@ def test_every_stage_runs_by_itself_on_the_artifacts_of_a_build(
     stage("publish", "8-publish", onnx="6-export", int8="7-quantize", corpus="1-corpus")
 
 
+@pytest.mark.slow
+def test_torchrun_on_two_machines_makes_one_student(line: Line, tmp_path: Path) -> None:
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "1"]
+    meeting = ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{free_port()}", "--rdzv-id", "test"]
+    stage = ["-m", "compressor", "distill", "--recipe", line.recipe, "--out", tmp_path / "student"]
+    parents = ["--corpus", line.run / "1-corpus", "--teacher", line.run / "3-finetune"]
+    command = [str(part) for part in (*launcher, *meeting, *stage, *parents, "--examples", line.run / "2-augment")]
+    agents = [subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) for _ in range(2)]
+    said = [agent.communicate(timeout=200) for agent in agents]
+    assert [agent.returncode for agent in agents] == [0, 0], said
+    assert "".join(out.decode() for out, _ in said).split() == [str(tmp_path / "student")]
+    mine, theirs = (
+        json.loads((path / "manifest.json").read_text())
+        for path in (tmp_path / "student", line.run / "4-distill-intermediate")
+    )
+    assert mine["key"] == theirs["key"]
+    assert mine["metrics"]["history"]["steps"] == theirs["metrics"]["history"]["steps"]
+
+
 def test_a_later_distill_stage_needs_its_student(line: Line, tmp_path: Path) -> None:
     models = ("--corpus", line.run / "1-corpus", "--teacher", line.run / "3-finetune", "--out", tmp_path / "out")
     done = tiny.run("distill", "--recipe", line.recipe, "--stage", 1, *models)
