@@ -50,9 +50,9 @@ def open_run(path: Path) -> Run:
     Raises ArtifactError if it is missing or unfinished, or if its stages come from different builds.
     """
     config = read_config(path)
-    found = _by_kind(path)
+    found = by_kind(path)
     corpus, teacher, student, onnx, int8 = (
-        _required(found, kind, path) for kind in ("examples", "teacher", "student", "onnx", "int8")
+        required(found, kind, path) for kind in ("examples", "teacher", "student", "onnx", "int8")
     )
     publication = found.get("publication")
     _check_parents(onnx, {"student": student, "teacher": teacher, "corpus": corpus})
@@ -72,7 +72,7 @@ def open_run(path: Path) -> Run:
     )
 
 
-def _by_kind(path: Path) -> dict[str, Artifact]:
+def by_kind(path: Path) -> dict[str, Artifact]:
     """The artifact of each kind: the first of the examples, which is the corpus, and the last of any other."""
     numbered = [folder for folder in path.iterdir() if folder.is_dir() and folder.name.partition("-")[0].isdigit()]
     found: dict[str, Artifact] = {}
@@ -85,7 +85,8 @@ def _by_kind(path: Path) -> dict[str, Artifact]:
     return found
 
 
-def _required(found: dict[str, Artifact], kind: str, path: Path) -> Artifact:
+def required(found: dict[str, Artifact], kind: str, path: Path) -> Artifact:
+    """The artifact of a kind, its files checked. Raises ArtifactError if the run in `path` has none."""
     if kind not in found:
         raise ArtifactError(f"--run {path} holds no finished artifact of kind {kind!r}; {REMEDY}")
     return Artifact.open(found[kind].path, kind=kind)

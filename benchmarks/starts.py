@@ -12,7 +12,7 @@ from scipy import stats
 
 from benchmarks import report
 from benchmarks.report import Table, number
-from benchmarks.runs import read_config
+from benchmarks.runs import by_kind, read_config, required
 from compressor.artifact import Artifact
 from compressor.config import BuildConfig, DistillConfig
 from compressor.dataset import task_of
@@ -36,7 +36,8 @@ def compare_starts(
     the run cannot be used.
     """
     config = read_config(run)
-    corpus, teacher = (_of_kind(run, kind) for kind in ("examples", "teacher"))
+    found = by_kind(run)
+    corpus, teacher = (required(found, kind, run) for kind in ("examples", "teacher"))
     task = task_of(corpus)
     context = report.context(command=command, seed=seeds[0], threads=threads)
     rows = []
@@ -88,13 +89,6 @@ def _distil(
         found[f"{objective}_steps"] = made.metrics["history"]["steps"]
         found[f"{objective}_seconds"] = made.manifest["seconds"]
     return {**found, "score": made.metrics["validation"]["score"]}
-
-
-def _of_kind(run: Path, kind: str) -> Artifact:
-    """The first artifact of a kind in a run folder."""
-    folders = sorted(run.glob("[0-9]*-*"), key=lambda folder: int(folder.name.partition("-")[0]))
-    stage = {"examples": "corpus", "teacher": "finetune"}[kind]
-    return Artifact.open(next(folder for folder in folders if folder.name.endswith(stage)), kind=kind)
 
 
 def _summary(scores: Sequence[float]) -> dict[str, Any]:

@@ -88,7 +88,7 @@ def build_tiny(root: Path) -> TinyBuild:
         export_onnx(teacher.path, draft.path / "teacher")
     onnx = Artifact.open(run / "5-export", kind="onnx")
     with seal("6-quantize", "int8", {"onnx": onnx, "teacher": teacher, "corpus": corpus}) as draft:
-        quantize_graph(onnx.path / "student" / "model.onnx", draft.path / "model.onnx", "dynamic", None, 0, 0)  # type: ignore[arg-type]
+        quantize_graph(onnx.path / "student" / "model.onnx", draft.path / "model.onnx", "dynamic", None, 0, 0)
         load_tokenizer(student.path).save_pretrained(draft.path)
     int8 = Artifact.open(run / "6-quantize", kind="int8")
     publish(

@@ -87,15 +87,15 @@ def test_texts_are_checked_before_anything_is_sent(protocol: Protocol) -> None:
         with pytest.raises(RequestError, match="texts is one str; pass a list"):
             client.classify("good")
         with pytest.raises(RequestError, match="text 0 is a bytes; each text must be a str"):
-            client.classify([b"good"])  # type: ignore[list-item]
+            client.classify([b"good"])
         with pytest.raises(RequestError, match=r"text 1\[1\] holds the lone surrogate U\+DC80 at position 0"):
             client.classify([("good", "bad"), ("good", "\udc80")])
         with pytest.raises(
             RequestError, match=r"text 0\[0\] is a NoneType; each text must be a str, or a pair \(tuple\)"
         ):
-            client.classify([(None, "good")])  # type: ignore[list-item]
+            client.classify([(None, "good")])
         with pytest.raises(RequestError, match="text 0 is a tuple of 3; each text must be a str, or a pair of them"):
-            client.classify([("a", "b", "c")])  # type: ignore[list-item]
+            client.classify([("a", "b", "c")])
         assert client.classify([]) == []
 
 
