@@ -3,26 +3,21 @@
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from scipy import stats
 
 from benchmarks import report
 from benchmarks.report import Table, number
 from benchmarks.runs import by_kind, read_config, required
-from compressor.artifact import Artifact
-from compressor.config import BuildConfig, DistillConfig
+from benchmarks.students import BATCH_SIZE, RATES, distil, mean_of
 from compressor.dataset import task_of
 from compressor.evaluate import METRIC_NAMES
-from compressor.pipeline import run_step
-from compressor.steps import Where, steps
 
 EPOCHS = 0.5
-BATCH_SIZE = 32
-RATES = {"intermediate": 4e-4, "prediction": 1.5e-4}
 
 log = logging.getLogger(__name__)
 
@@ -36,18 +31,19 @@ def compare_starts(
     the run cannot be used.
     """
     config = read_config(run)
-    found = by_kind(run)
-    corpus, teacher = (required(found, kind, run) for kind in ("examples", "teacher"))
+    made = by_kind(run)
+    corpus, teacher = (required(made, kind, run) for kind in ("examples", "teacher"))
     task = task_of(corpus)
     context = report.context(command=command, seed=seeds[0], threads=threads)
     rows = []
     for seed in seeds:
         for name, init in starts.items():
             log.info("%s, seed %d ...", name, seed)
-            rows.append(
-                {"start": name, "init": init, "seed": seed, **_distil(config, init, seed, corpus, teacher, out)}
-            )
-    summary = {name: _summary([row["score"] for row in rows if row["start"] == name]) for name in starts}
+            begun = config.model_copy(update={"student": config.student.model_copy(update={"init": init})})
+            folder = out / f"{re.sub('[^a-zA-Z0-9]', '-', init).strip('-')}-seed{seed}"
+            found = distil(begun, epochs=EPOCHS, seed=seed, examples=corpus, corpus=corpus, teacher=teacher, out=folder)
+            rows.append({"start": name, "init": init, "seed": seed, **found})
+    summary = {name: mean_of([row["score"] for row in rows if row["start"] == name]) for name in starts}
     return {
         "benchmark": "starts",
         "task": task.name,
@@ -62,42 +58,6 @@ def compare_starts(
         "distillations": rows,
         "summary": summary,
     }
-
-
-def _distil(
-    config: BuildConfig, init: str, seed: int, corpus: Artifact, teacher: Artifact, out: Path
-) -> dict[str, Any]:
-    """Intermediate, then prediction phase; validation figures of the student."""
-    shared = {"epochs": EPOCHS, "batch_size": BATCH_SIZE}
-    phases = [
-        DistillConfig.model_validate({"objective": objective, "learning_rate": rate, **shared})
-        for objective, rate in RATES.items()
-    ]
-    student = config.student.model_copy(update={"init": init})
-    changed = config.model_copy(
-        update={"student": student, "distill": tuple(phases), "seed": seed, "augment": None, "general": None}
-    )
-    parents = {"teacher": teacher.path, "examples": corpus.path, "corpus": corpus.path}
-    found: dict[str, Any] = {}
-    for step in (step for step in steps(changed, Where(repository=out)) if step.stage == "distill"):
-        objective = step.section["objective"]
-        name = "".join(char if char.isalnum() else "-" for char in init).strip("-")
-        made = run_step(step, parents, out / f"{name}-seed{seed}-{objective}")
-        parents["start"] = made.path
-        if objective == "intermediate":
-            found["score_at_start"] = made.metrics.get("at_start", {}).get("score")
-        found[f"{objective}_steps"] = made.metrics["history"]["steps"]
-        found[f"{objective}_seconds"] = made.manifest["seconds"]
-    return {**found, "score": made.metrics["validation"]["score"]}
-
-
-def _summary(scores: Sequence[float]) -> dict[str, Any]:
-    """Mean over the seeds with its 95 % interval (Student's t), which needs two of them."""
-    mean = float(np.mean(scores))
-    if len(scores) < 2:
-        return {"mean": mean, "interval_95": None, "seeds": len(scores)}
-    spread = float(stats.t.ppf(0.975, len(scores) - 1) * np.std(scores, ddof=1) / np.sqrt(len(scores)))
-    return {"mean": mean, "interval_95": [mean - spread, mean + spread], "seeds": len(scores)}
 
 
 def _mean_percent(shares: Sequence[float | None]) -> str:

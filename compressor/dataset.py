@@ -47,11 +47,16 @@ class Example(NamedTuple):
     """Number of the row that it was made from."""
 
 
-def write_examples(path: Path, rows: Iterable[Example], task: Task) -> int:
-    """Stream examples of a task to an Arrow file, in their order; returns how many."""
+def examples_schema(task: Task) -> pa.Schema:
+    """The columns of a file of examples of a task."""
     text_names = ("text", "text_b") if task.is_pair else ("text",)
     label_type = pa.float32() if task.is_regression else pa.int32()
-    schema = pa.schema([*((name, pa.string()) for name in text_names), ("label", label_type), ("origin", pa.int32())])
+    return pa.schema([*((name, pa.string()) for name in text_names), ("label", label_type), ("origin", pa.int32())])
+
+
+def write_examples(path: Path, rows: Iterable[Example], task: Task) -> int:
+    """Stream examples of a task to an Arrow file, in their order; returns how many."""
+    schema = examples_schema(task)
     count, left = 0, iter(rows)
     with pa.OSFile(str(path), "wb") as file, pa.ipc.new_stream(file, schema) as writer:
         while chunk := list(itertools.islice(left, ROWS_PER_WRITE)):
@@ -183,10 +188,12 @@ class Encoded:
         inputs = Inputs(input_ids_BS, segment_BS.astype(np.int64), mask_BS.astype(np.int64))
         return Batch(inputs, _labels(np.array([chunk.label[place] for chunk, place in found])), row_B)
 
-    def batches_by_length(self, batch_size: int) -> Iterator[Batch]:
-        """Every row once, neighbours of similar length: the order for inference."""
-        for first in range(0, len(self), ROWS_PER_CHUNK):
-            row_W = np.arange(first, min(first + ROWS_PER_CHUNK, len(self)))
+    def batches_by_length(self, batch_size: int, row_N: Rows | None = None) -> Iterator[Batch]:
+        """Every row once, or the rows asked for, neighbours of similar length: the order for inference."""
+        count = len(self) if row_N is None else len(row_N)
+        for first in range(0, count, ROWS_PER_CHUNK):
+            last = min(first + ROWS_PER_CHUNK, count)
+            row_W = np.arange(first, last) if row_N is None else row_N[first:last]
             row_W = row_W[np.argsort(self.lengths(row_W), kind="stable")]
             for start in range(0, len(row_W), batch_size):
                 yield self.batch(row_W[start : start + batch_size])

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from transformers.models.bert.modeling_bert import BertEmbeddings, BertSdpaSelfAttention, BertSelfAttention
 
 from compressor.config import Optimisation, Precision
-from compressor.dataset import Batch, Encoded, TrainingOrder
+from compressor.dataset import Batch, Encoded, Rows, TrainingOrder
 from compressor.errors import ConfigError
 from compressor.progress import Progress
 from compressor.world import World
@@ -69,21 +69,23 @@ def fit(
     folder: Path,
     validate: Callable[[], float] | None = None,
     validations_per_epoch: int = 1,
+    rates: Mapping[str, float] | None = None,
 ) -> dict[str, Any]:
     """Train `module`, whose forward pass maps a `Tensors` batch to a dictionary of loss terms that are summed.
 
     Each term is a mean over the rows it is given: whatever the number of processes and of `config.accumulate`, a step
     is that of the same rows in one batch. `validate` measures the module on every rank, `validations_per_epoch` times
     in each epoch (higher is better; the leader's value counts); the best state is kept at the end, or the last one
-    without it. `folder` holds the checkpoint: a run that was killed goes on from there, also with another number of
-    processes, and on one CPU process ends with the same weights. Returns the history: steps, precision, and mean terms
-    and validation metric between validations. Raises ConfigError if the device has no such precision, and DataError if
-    a batch has fewer rows than there are processes.
+    without it. `rates` are factors of the learning rate, by how the names of weights begin. `folder` holds the
+    checkpoint: a run that was killed goes on from there, also with another number of processes, and on one CPU process
+    ends with the same weights. Returns the history: steps, precision, and mean terms and validation metric between
+    validations. Raises ConfigError if the device has no such precision, and DataError if a batch has fewer rows than
+    there are processes.
     """
     module.to(world.device).train()
     per_epoch = len(_order(examples, config, seed, 0, size=world.size))  # refuses more processes than rows of a batch
-    steps = max(1, round(per_epoch * config.epochs))
-    trainer = Trainer(module, config, world)
+    steps = _steps(per_epoch, config)
+    trainer = Trainer(module, config, world, rates)
     state = _State(module, trainer, folder)
     step, history, best = state.load(world)
     history = history or {"steps": steps, "precision": str(trainer.dtype).removeprefix("torch."), "epochs": []}
@@ -122,6 +124,15 @@ def fit(
     return history
 
 
+def rows_seen(examples: Encoded, config: Optimisation, seed: int) -> Rows | None:
+    """Numbers of the rows that less than an epoch of `fit` trains on, rising; None if they are all."""
+    order = _order(examples, config, seed, 0)
+    steps = _steps(len(order), config)
+    if steps >= len(order):
+        return None
+    return np.sort(np.concatenate(list(islice(order.batches(), steps))))
+
+
 def autocast(world: World, precision: Precision = "auto") -> AbstractContextManager[Any]:
     """The mixed-precision context of this device; none for float32. Raises ConfigError as `fit` does."""
     dtype = _dtype(precision, world.device)
@@ -154,7 +165,9 @@ def _dtype(precision: Precision, device: torch.device) -> torch.dtype:
 class Trainer:
     """Takes the steps of one process: a module, its optimiser, and what they need."""
 
-    def __init__(self, module: nn.Module, config: Optimisation, world: World) -> None:
+    def __init__(
+        self, module: nn.Module, config: Optimisation, world: World, rates: Mapping[str, float] | None = None
+    ) -> None:
         self._config, self._world = config, world
         self.dtype = _dtype(config.precision, world.device)
         if world.device.type == "cpu" and self.dtype != torch.float32:
@@ -169,7 +182,7 @@ class Trainer:
                 self._exchange = exchange = _Exchange(module, world)
                 wrapped.register_comm_hook(None, lambda state, bucket: exchange.average(bucket))
         self._weights = [weights for weights in module.parameters() if weights.requires_grad]
-        self.optimizer = _optimizer(module, config)
+        self.optimizer = _optimizer(module, config, rates)
         self.scaler = torch.amp.GradScaler(world.device.type, enabled=self.dtype == torch.float16)
 
     def step(self, examples: Encoded, row_B: NDArray[np.int64], rate: float, totals: dict[str, Tensor]) -> None:
@@ -193,7 +206,7 @@ class Trainer:
                 term = value.detach().float() * weight
                 totals[name] = totals[name] + term if name in totals else term
         for group in self.optimizer.param_groups:
-            group["lr"] = rate
+            group["lr"] = rate * group["factor"]
         self.scaler.unscale_(self.optimizer)
         nn.utils.clip_grad_norm_(self._weights, CLIP_NORM)
         self.scaler.step(self.optimizer)
@@ -209,7 +222,9 @@ class _Exchange:
 
     def __init__(self, module: nn.Module, world: World) -> None:
         tables = [part.word_embeddings.weight for part in module.modules() if isinstance(part, BertEmbeddings)]
-        self._table: nn.Parameter | None = tables[0] if tables else None
+        # A table that is an output layer as well, as in a masked LM, has gradients for every token.
+        tied = {id(part.weight) for part in module.modules() if isinstance(part, nn.Linear)}
+        self._table: nn.Parameter | None = next((table for table in tables if id(table) not in tied), None)
         self._size = world.size
         self._token_T = torch.empty(0, dtype=torch.int64)
 
@@ -255,6 +270,10 @@ def _attend_eagerly(module: nn.Module) -> None:
             part.__class__ = BertSelfAttention  # the same weights; how it attends can be chosen at its making only
 
 
+def _steps(per_epoch: int, config: Optimisation) -> int:
+    return max(1, round(per_epoch * config.epochs))
+
+
 def _order(examples: Encoded, config: Optimisation, seed: int, epoch: int, *, size: int = 1) -> TrainingOrder:
     """Batches of an epoch. For `size` 1 they are whole: a process weighs its rows by how many all have together."""
     return TrainingOrder(examples, batch_size=config.batch_size, seed=seed, epoch=epoch, size=size)
@@ -274,12 +293,21 @@ def _step_seed(seed: int, step: int, rank: int) -> int:
     return (seed * 1_000_003 + step) * 1_009 + rank
 
 
-def _optimizer(module: nn.Module, config: Optimisation) -> torch.optim.AdamW:
-    """AdamW; weight decay on matrices only, as BERT does."""
-    decayed = [parameter for parameter in module.parameters() if parameter.requires_grad and parameter.ndim > 1]
-    others = [parameter for parameter in module.parameters() if parameter.requires_grad and parameter.ndim <= 1]
-    groups = [{"params": decayed, "weight_decay": config.weight_decay}, {"params": others, "weight_decay": 0.0}]
-    return torch.optim.AdamW(groups, lr=config.learning_rate, fused=True)
+def _optimizer(module: nn.Module, config: Optimisation, rates: Mapping[str, float] | None = None) -> torch.optim.AdamW:
+    """AdamW; weight decay on matrices only, as BERT does. `rates` as of `fit`."""
+    groups = dict[tuple[float, bool], list[nn.Parameter]]()
+    for name, weights in module.named_parameters():
+        if weights.requires_grad:
+            factor = next((factor for start, factor in (rates or {}).items() if name.startswith(start)), 1.0)
+            groups.setdefault((factor, weights.ndim > 1), []).append(weights)
+    return torch.optim.AdamW(
+        [
+            {"params": groups[kind], "factor": kind[0], "weight_decay": config.weight_decay if kind[1] else 0.0}
+            for kind in sorted(groups, reverse=True)
+        ],
+        lr=config.learning_rate,
+        fused=True,
+    )
 
 
 def _rate(config: Optimisation, step: int, steps: int) -> float:

@@ -24,7 +24,7 @@ from compressor import artifact
 from compressor.artifact import CHECKPOINT, Artifact
 from compressor.checkpoints import SIZES, Projections, general_student, load_classifier, load_tokenizer
 from compressor.config import DistillConfig, Precision, StudentConfig
-from compressor.dataset import ENCODED, Encoded, encode
+from compressor.dataset import ENCODED, Encoded, Rows, encode
 from compressor.errors import ModelError
 from compressor.evaluate import TorchPredictor, measure, predict, scores
 from compressor.models import copied_student, layer_map, random_student, student_shape
@@ -33,7 +33,7 @@ from compressor.progress import Progress
 from compressor.projection import projected_student
 from compressor.sources import model_folder
 from compressor.tasks import Task
-from compressor.training import Tensors, autocast, cast_frozen, fit
+from compressor.training import Tensors, autocast, cast_frozen, fit, rows_seen
 from compressor.world import World, launch
 
 PROJECTION_ROWS = 2_000  # texts that show the subspace of the teacher's states
@@ -146,8 +146,10 @@ def _work(world: World, job: _Job) -> None:
     if config.objective == "intermediate":
         module, check = Intermediate(model, teacher, layers, config, projections), None
     else:
-        logits_NC = teacher_logits(teacher, train, config.precision, world=world, file=_logits_file(job, world))
-        refuse_uniform(logits_NC, job.teacher.path)
+        row_S = rows_seen(train, config, job.seed)
+        file = _logits_file(job, row_S, world)
+        logits_NC = teacher_logits(teacher, train, row_S, config.precision, world=world, file=file)
+        refuse_uniform(logits_NC, row_S, job.teacher.path)
         module, check = Prediction(model, logits_NC, config), validate
         metrics["head_trained"] = True
     metrics["history"] = fit(
@@ -232,9 +234,11 @@ def new_student(
             return student, projections, facts | {"projections_used": projections is not None}
 
 
-def _logits_file(job: _Job, world: World) -> Path:
+def _logits_file(job: _Job, row_S: Rows | None, world: World) -> Path:
     """Where the teacher's logits are kept: beside the encoded rows, for every stage that asks the same of them."""
     asked = f"{job.teacher.content} {job.examples.content} {job.max_tokens} {job.config.precision} {world.device.type}"
+    if row_S is not None:
+        asked += f" {hashlib.sha256(row_S.tobytes()).hexdigest()}"
     return job.cache / f"{hashlib.sha256(asked.encode()).hexdigest()[:24]}.logits.npy"
 
 
@@ -243,9 +247,15 @@ def _from_basis(basis_Dd: torch.Tensor) -> Projections:
 
 
 def teacher_logits(
-    teacher: BertForSequenceClassification, examples: Encoded, precision: Precision, *, world: World, file: Path
+    teacher: BertForSequenceClassification,
+    examples: Encoded,
+    row_S: Rows | None,
+    precision: Precision,
+    *,
+    world: World,
+    file: Path,
 ) -> NDArray[np.float32]:
-    """The teacher's logits (N, C) on every training row, as a read-only memory map of `file`.
+    """The teacher's logits (N, C), as a read-only memory map of `file`: of `row_S`, 0 in other rows, or of all.
 
     Each process does its share, unless the file is there already.
     """
@@ -257,8 +267,8 @@ def teacher_logits(
             np.lib.format.open_memmap(partial, mode="w+", dtype=np.float32, shape=shape).flush()  # type: ignore[no-untyped-call]
         world.barrier()
         logits_NC = np.lib.format.open_memmap(partial, mode="r+")  # type: ignore[no-untyped-call]
-        progress = Progress("teacher", total=len(examples), visible=world.is_leader)
-        for number, batch in enumerate(examples.batches_by_length(TEACHER_BATCH)):
+        progress = Progress("teacher", total=len(examples if row_S is None else row_S), visible=world.is_leader)
+        for number, batch in enumerate(examples.batches_by_length(TEACHER_BATCH, row_S)):
             progress.advance(len(batch.row_B))
             if number % world.size == world.rank:
                 tensors = Tensors.of(batch, world.device)
@@ -279,13 +289,14 @@ def teacher_logits(
     return loaded
 
 
-def refuse_uniform(logits_NC: NDArray[np.float32], teacher: Path) -> None:
-    """Raise ModelError if a teacher's answers (N, C) are, on average, as good as uniform: there is nothing to learn."""
-    rows, classes = logits_NC.shape
+def refuse_uniform(logits_NC: NDArray[np.float32], row_S: Rows | None, teacher: Path) -> None:
+    """Raise ModelError if a teacher's answers (N, C), to `row_S` or to all rows, are about uniform."""
+    rows, classes = len(logits_NC) if row_S is None else len(row_S), logits_NC.shape[1]
     if classes == 1:
         return
-    parts = (logits_NC[first : first + ENTROPY_ROWS] for first in range(0, rows, ENTROPY_ROWS))
-    entropy = sum(float(entr(softmax(part, axis=1)).sum(dtype=np.float64)) for part in parts) / rows
+    parts = (slice(first, first + ENTROPY_ROWS) for first in range(0, rows, ENTROPY_ROWS))
+    answers = (logits_NC[part if row_S is None else row_S[part]] for part in parts)
+    entropy = sum(float(entr(softmax(part, axis=1)).sum(dtype=np.float64)) for part in answers) / rows
     if not entropy <= UNIFORM * math.log(classes):  # also if it is nan
         raise ModelError(
             f"the teacher {teacher} hardly tells the {classes} classes apart: the mean entropy of its answers to the "

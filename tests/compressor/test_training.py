@@ -234,6 +234,18 @@ def test_biases_and_layer_norms_have_no_weight_decay() -> None:
     assert len(decayed["params"]) + len(others["params"]) == len(names)
 
 
+def test_weights_have_the_learning_rate_of_how_their_names_begin() -> None:
+    module = nn.ModuleDict({"slow": nn.Linear(2, 2), "fast": nn.Linear(2, 2)})
+    groups = _optimizer(module, settings(), {"slow.": 0.1}).param_groups
+    factors = {id(weights): group["factor"] for group in groups for weights in group["params"]}
+    assert {name: factors[id(weights)] for name, weights in module.named_parameters()} == {
+        "slow.weight": 0.1,
+        "slow.bias": 0.1,
+        "fast.weight": 1.0,
+        "fast.bias": 1.0,
+    }
+
+
 def test_what_is_frozen_is_not_optimised() -> None:
     module = Counted()
     module.model.bert.requires_grad_(False)

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
+from torch.testing import assert_close
 
 from compressor import objectives
 from compressor.artifact import Artifact
@@ -20,7 +21,7 @@ from compressor.errors import ModelError
 from compressor.objectives import Intermediate, Prediction
 from compressor.stages.distill import distill, refuse_uniform, teacher_logits
 from compressor.tasks import Task
-from compressor.training import Tensors, fit
+from compressor.training import Tensors, fit, rows_seen
 from compressor.world import World
 from tests import tiny
 from tests.conftest import Line
@@ -32,7 +33,7 @@ FIFTY = tiny.pair_task(labels=tuple(f"topic{number}" for number in range(50)))
 
 @pytest.fixture(scope="module")
 def teacher(line: Line) -> Artifact:
-    return Artifact.open(line.run / "3-finetune", kind="teacher")
+    return Artifact.open(line.run / "2-finetune", kind="teacher")
 
 
 @pytest.fixture(scope="module")
@@ -74,7 +75,7 @@ def changed(model: Any, before: dict[str, torch.Tensor]) -> set[str]:
 
 
 def cached(model: Any, rows: Encoded, folder: Path) -> Any:
-    return teacher_logits(model, rows, "fp32", world=WORLD, file=folder / "teacher.logits.npy")
+    return teacher_logits(model, rows, None, "fp32", world=WORLD, file=folder / "teacher.logits.npy")
 
 
 def weights_hash(made: Artifact) -> str:
@@ -313,11 +314,12 @@ def test_a_teacher_whose_answers_are_uniform_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize("classes", [2, 50])
 def test_only_answers_as_good_as_uniform_are_refused(classes: int) -> None:
     sure_NC = np.where(np.arange(classes) == 1, 5.0, 0.0)[None].repeat(300, axis=0).astype(np.float32)
-    refuse_uniform(sure_NC, Path("teacher"))
+    refuse_uniform(sure_NC, None, Path("teacher"))
+    refuse_uniform(np.where(np.arange(300)[:, None] < 9, sure_NC, 0), np.arange(9), Path("teacher"))
     for unsure_NC in (np.zeros_like(sure_NC), sure_NC / 30, np.full_like(sure_NC, np.nan)):
         with pytest.raises(ModelError, match=rf"hardly tells the {classes} classes apart"):
-            refuse_uniform(unsure_NC, Path("teacher"))
-    refuse_uniform(np.zeros((300, 1), dtype=np.float32), Path("teacher"))  # a regression has no classes
+            refuse_uniform(unsure_NC, None, Path("teacher"))
+    refuse_uniform(np.zeros((300, 1), dtype=np.float32), None, Path("teacher"))  # a regression has no classes
 
 
 # The teacher's answers.
@@ -353,6 +355,35 @@ def test_cached_logits_are_worked_out_once_and_stay_on_the_disk(model: Any, rows
     for logits_NC in (found, again):
         assert isinstance(logits_NC, np.memmap)
         assert not logits_NC.flags.writeable
+
+
+def test_less_than_an_epoch_asks_the_teacher_for_the_rows_of_its_steps_alone(
+    teacher: Artifact, rows: Encoded, tmp_path: Path
+) -> None:
+    config = tiny.distilling("prediction", epochs=0.5)
+    seen = rows_seen(rows, config, seed=7)
+    trained: list[int] = []
+
+    class Watch(Prediction):
+        def forward(self, batch: Any) -> Any:
+            trained.extend(batch.row_B.tolist())
+            return super().forward(batch)
+
+    student = load_classifier(teacher.path, tiny.TASK)
+    logits_NC = np.zeros((len(rows), 2), dtype=np.float32)
+    fit(Watch(student, logits_NC, config), rows, config, world=WORLD, seed=7, folder=tmp_path)
+    assert seen is not None
+    assert sorted(trained) == seen.tolist()
+    assert 0 < len(seen) < len(rows)
+    assert rows_seen(rows, tiny.distilling("prediction", epochs=1), seed=7) is None
+
+
+def test_logits_of_some_rows_are_those_of_all(model: Any, rows: Encoded, tmp_path: Path) -> None:
+    some = np.array([1, 4, 9])
+    found = teacher_logits(model, rows, some, "fp32", world=WORLD, file=tmp_path / "some.npy")
+    every = cached(model, rows, tmp_path)
+    assert_close(torch.tensor(found[some]), torch.tensor(every[some]))
+    assert not np.delete(found, some, axis=0).any()
 
 
 def test_unfinished_logits_are_worked_out_anew(model: Any, rows: Encoded, tmp_path: Path) -> None:

@@ -1,0 +1,125 @@
+"""copies: students trained on more or fewer augmented rows, with the same number of steps, over several seeds."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+
+from benchmarks import report
+from benchmarks.report import Table, number
+from benchmarks.runs import by_kind, read_config, required
+from benchmarks.students import BATCH_SIZE, RATES, distil, mean_of
+from compressor.artifact import Artifact
+from compressor.config import AugmentConfig, BuildConfig
+from compressor.dataset import task_of
+from compressor.errors import ConfigError
+from compressor.evaluate import METRIC_NAMES
+from compressor.pipeline import run_step
+from compressor.steps import Where, steps
+
+log = logging.getLogger(__name__)
+
+
+def compare_copies(
+    run: Path,
+    copies: Sequence[int],
+    *,
+    masked_lm: str | None,
+    steps_per_phase: int,
+    seeds: Sequence[int],
+    out: Path,
+    threads: int,
+    command: str,
+) -> dict[str, Any]:
+    """Distil the run's student from its teacher on rows with each number of `copies`, with each seed.
+
+    The seed is also that of the copies. `masked_lm` is the source of one that makes them, together with the recipe's
+    word vectors; none = the vectors alone. A stage that is in `out` already is not repeated. Raises CompressorError
+    if the run cannot be used.
+    """
+    config = read_config(run)
+    if config.augment is None:
+        raise ConfigError(f"--run {run} was made without [augment]; give a run that has one")
+    made = by_kind(run)
+    corpus, teacher = (required(made, kind, run) for kind in ("examples", "teacher"))
+    task = task_of(corpus)
+    context = report.context(command=command, seed=seeds[0], threads=threads)
+    method = "vectors" if masked_lm is None else "masked-lm"
+    rows = []
+    for seed in seeds:
+        for count in copies:
+            log.info("%d copies, seed %d ...", count, seed)
+            name = f"copies{count}-{method}-seed{seed}" if count else f"copies0-seed{seed}"
+            augmentation = config.augment.model_copy(update={"copies": max(1, count), "masked_lm": masked_lm})
+            examples = (
+                _augmented(config, augmentation, seed, corpus, teacher, out / f"{name}-augment") if count else corpus
+            )
+            batches = max(1, _rows(examples) // BATCH_SIZE)
+            found = distil(
+                config,
+                epochs=steps_per_phase / batches,
+                seed=seed,
+                examples=examples,
+                corpus=corpus,
+                teacher=teacher,
+                out=out / name,
+            )
+            rows.append({"copies": count, "seed": seed, "rows": _rows(examples), **found})
+    return {
+        "benchmark": "copies",
+        "task": task.name,
+        "metric": METRIC_NAMES[task.metric],
+        "run": str(run),
+        **context,
+        "method": method,
+        "teacher_score": teacher.metrics["validation"]["score"],
+        "student": config.student.model_dump(),
+        "steps_per_phase": steps_per_phase,
+        "batch_size": BATCH_SIZE,
+        "learning_rates": RATES,
+        "distillations": rows,
+        "summary": {str(count): mean_of([row["score"] for row in rows if row["copies"] == count]) for count in copies},
+    }
+
+
+def _augmented(
+    config: BuildConfig, augmentation: AugmentConfig, seed: int, corpus: Artifact, teacher: Artifact, out: Path
+) -> Artifact:
+    changed = config.model_copy(update={"augment": augmentation, "seed": seed})
+    (step,) = (step for step in steps(changed, Where(repository=out)) if step.stage == "augment")
+    parents = {"corpus": corpus.path, "teacher": teacher.path}
+    return run_step(step, {role: parents[role] for role in step.parents}, out)
+
+
+def _rows(examples: Artifact) -> int:
+    with pa.memory_map(str(examples.path / "train.arrow")) as file:
+        return sum(batch.num_rows for batch in pa.ipc.open_stream(file))
+
+
+def tables(result: Mapping[str, Any]) -> list[Table]:
+    """The result for people."""
+    lines = []
+    for count, facts in result["summary"].items():
+        mine = [row for row in result["distillations"] if str(row["copies"]) == count]
+        interval = facts["interval_95"]
+        lines.append(
+            [
+                count,
+                f"{mine[0]['rows']:,}",
+                " / ".join(number(100 * row["score"], 1) for row in mine),
+                number(100 * facts["mean"], 1),
+                f"{100 * interval[0]:.1f} to {100 * interval[1]:.1f}" if interval else report.MISSING,
+            ]
+        )
+    shape = result["student"]
+    title = (
+        f"{result['task']}: {result['metric']} x 100 on the validation rows, {shape['layers']} x {shape['hidden']}, "
+        f"{result['steps_per_phase']} steps of each phase, copies by {result['method']}; "
+        f"teacher {100 * result['teacher_score']:.1f}"
+    )
+    seeds = " / ".join(str(seed) for seed in dict.fromkeys(row["seed"] for row in result["distillations"]))
+    return [Table(title, ["copies", "rows", f"seeds {seeds}", "mean", "95 % interval of the mean"], lines)]
