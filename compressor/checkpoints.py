@@ -21,7 +21,13 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
-from transformers import AutoTokenizer, BertConfig, BertForSequenceClassification, BertTokenizerFast
+from transformers import (
+    AutoTokenizer,
+    BertConfig,
+    BertForMaskedLM,
+    BertForSequenceClassification,
+    BertTokenizerFast,
+)
 from transformers.utils import logging as transformers_logging
 
 from compressor.errors import ModelError, SourceError
@@ -37,6 +43,7 @@ Projections = list[tuple[Tensor, Tensor]]
 PROJECTIONS_FILE = "projections.safetensors"
 SIZES = ("num_hidden_layers", "hidden_size", "num_attention_heads", "intermediate_size")
 HEAD = "classifier."
+CLS = "cls.predictions."  # the head of a masked language model
 NAMED = 4  # names that a sentence gives before it counts the rest
 
 
@@ -91,9 +98,40 @@ def load_plain_encoder(folder: Path) -> tuple[BertForSequenceClassification, Loa
     return _load(folder, _config(folder), read_weights(folder), keep_head=False)
 
 
+def load_masked_lm(folder: Path) -> BertForMaskedLM:
+    """A BERT masked language model with its head. Raises ModelError if it is no BERT, or not a whole one."""
+    config, weights = _config(folder), read_weights(folder)
+    state = {_our_name(name): tensor for name, tensor in weights.items()}
+    # The output layer may be left out, as it is the word embeddings once more.
+    for twin, other in (("decoder.weight", "bert.embeddings.word_embeddings.weight"), ("decoder.bias", f"{CLS}bias")):
+        if CLS + twin not in state and other in state:
+            state[CLS + twin] = state[other]
+    with torch.device("meta"):
+        needed = BertForMaskedLM(config).state_dict()
+    missing = [name for name in needed if name not in state]
+    if missing:
+        raise ModelError(
+            f"{folder} lacks {len(missing)} weights of a masked language model (first: {missing[0]}); use a checkpoint "
+            "with its masked-LM head"
+        )
+    misfits = [name for name, tensor in needed.items() if state[name].shape != tensor.shape]
+    if misfits:
+        raise ModelError(
+            f"{folder} has {misfits[0]} of shape {tuple(state[misfits[0]].shape)}; its config.json asks for "
+            f"{tuple(needed[misfits[0]].shape)}; use the config.json that the weights were saved with"
+        )
+    return BertForMaskedLM.from_pretrained(None, config=config, state_dict={name: state[name] for name in needed})
+
+
 def load_classifier(folder: Path, task: Task) -> BertForSequenceClassification:
     """A BERT fine-tuned for `task`: `adopt_classifier` without its report."""
     return adopt_classifier(folder, task)[0]
+
+
+def label_names(folder: Path) -> tuple[str, ...]:
+    """The names of a classifier's classes, in its order. Raises ModelError if it is no BERT."""
+    names = _config(folder).id2label
+    return tuple(str(names[index]) for index in sorted(names))
 
 
 def adopt_classifier(folder: Path, task: Task) -> tuple[BertForSequenceClassification, LoadReport]:
@@ -220,7 +258,7 @@ def _set_head(config: BertConfig, task: Task) -> None:
 
 def _label_order(folder: Path, config: BertConfig, task: Task) -> list[int]:
     """The checkpoint's class of each of the task's labels. Raises ModelError unless the names are the task's."""
-    names = [str(config.id2label[index]) for index in sorted(config.id2label)]
+    names = list(label_names(folder))
     mine, theirs = ([name.casefold() for name in known] for known in (task.labels, names))
     if sorted(mine) != sorted(theirs):
         raise ModelError(

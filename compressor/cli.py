@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from compressor import cli_serving, cli_stages
+from compressor import cli_augment, cli_serving, cli_stages
 from compressor.errors import CompressorError, ConfigError
 from compressor.options import (
     CorpusOption,
@@ -59,7 +59,7 @@ def build(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the plan and do nothing.")] = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Run the whole line: text, augmentation, teacher, student, ONNX, INT8, model repository, report.
+    """Run the whole line: text, teacher, augmentation, student, ONNX, INT8, model repository, report.
 
     Finished stages are reused; an interrupted build goes on where it was. For example:
 
@@ -149,8 +149,8 @@ def recipe(
     name: Annotated[str, typer.Option("--recipe", help="auto, laptop or paper.")] = "auto",
 ) -> None:
     """Print a recipe, to be edited and given back with --recipe: compressor recipe sst2 > mine.toml."""
-    from compressor.config import RECIPES, recipe_text
     from compressor.errors import nearest
+    from compressor.recipe import RECIPES, recipe_text
 
     if name not in RECIPES:
         raise ConfigError(f"unknown recipe {name!r}; {nearest(name, RECIPES)}")
@@ -244,15 +244,21 @@ def _print_plan(planned: list[Planned], recipe: str, why: str, run: Path, reposi
 for command in (
     build,
     cli_stages.corpus,
-    cli_stages.augment,
     cli_stages.finetune,
+    cli_stages.adapt,
+    cli_stages.augment,
     cli_stages.general,
     cli_stages.distill,
     cli_stages.export,
     cli_stages.quantize,
     cli_stages.publish,
+    cli_augment.augment_file,
     evaluate,
+    cli_serving.verify,
     cli_serving.serve,
+    cli_serving.status,
+    cli_serving.deploy,
+    cli_serving.rollback,
     cli_serving.classify,
     recipe,
     tasks,

@@ -43,15 +43,39 @@ def corpus(
 def augment(
     out: OutOption,
     corpus: CorpusOption,
+    teacher: Annotated[
+        Path | None, typer.Option("--teacher", help="Folder made by `compressor finetune`, to judge the copies.")
+    ] = None,
+    masked_lm: Annotated[
+        Path | None, typer.Option("--masked-lm", help='Folder made by `compressor adapt`, for masked_lm = "adapt".')
+    ] = None,
+    max_disagreement: Annotated[
+        float | None,
+        typer.Option("--max-disagreement", min=0, max=1, help="Drop copies that the teacher doubts by more than this."),
+    ] = None,
     task: TaskOption = None,
     recipe: RecipeOption = "auto",
     overrides: SetOption = None,
+    processes: ProcessesOption = 1,
+    device: DeviceOption = "auto",
 ) -> None:
-    """Make more training text by replacing words."""
-    config, name, _ = chosen_recipe(task, recipe, "auto", overrides)
+    """Make more training text by replacing words, and report how far it can be trusted."""
+    wanted = list(overrides or [])
+    if max_disagreement is not None:
+        wanted.append(f"augment.max_disagreement={max_disagreement}")
+    config, name, _ = chosen_recipe(task, recipe, device, wanted)
     if config.augment is None:
         raise ConfigError(f"recipe {name} has no [augment] section; add one, or leave the stage out")
-    _run_stage(_step(config, "augment"), {"corpus": corpus}, out)
+    if config.augment.max_disagreement is not None and teacher is None:
+        raise ConfigError("the copies to drop are those that a teacher doubts; give the folder of one with --teacher")
+    if (config.adaptation is None) != (masked_lm is None):
+        raise ConfigError(
+            f"augment.masked_lm is {config.augment.masked_lm!r} and --masked-lm is {masked_lm}; the folder made by "
+            '`compressor adapt` is for "adapt", which needs it'
+        )
+    parents = {"corpus": corpus, "teacher": teacher, "masked_lm": masked_lm}
+    given = {role: path for role, path in parents.items() if path is not None}
+    _run_stage(_step(config, "augment", processes=processes, device=device), given, out)
 
 
 def finetune(
@@ -67,6 +91,22 @@ def finetune(
     """Train a teacher, or adopt a checkpoint with --teacher."""
     config, _, _ = chosen_recipe(task, recipe, device, overrides, teacher=teacher)
     _run_stage(_step(config, "finetune", processes=processes, device=device), {"corpus": corpus}, out)
+
+
+def adapt(
+    out: OutOption,
+    corpus: CorpusOption,
+    task: TaskOption = None,
+    recipe: RecipeOption = "auto",
+    overrides: SetOption = None,
+    processes: ProcessesOption = 1,
+    device: DeviceOption = "auto",
+) -> None:
+    """Make the masked language model of augment.masked_lm = "adapt" from the teacher's base and the task's text."""
+    config, name, _ = chosen_recipe(task, recipe, device, overrides)
+    if config.adaptation is None:
+        raise ConfigError(f'recipe {name} has no augment.masked_lm = "adapt"; set it, or leave the stage out')
+    _run_stage(_step(config, "adapt", processes=processes, device=device), {"corpus": corpus}, out)
 
 
 def general(

@@ -1,25 +1,23 @@
-"""A recipe: what a build is made of. Frozen values, no I/O beyond reading the TOML file."""
+"""What a build is made of: the sections of a recipe, as frozen values that are checked."""
 
 from __future__ import annotations
 
-import re
-import tomllib
-from importlib import resources
-from pathlib import Path
-from string import Template
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from compressor.errors import ConfigError, nearest
+from compressor.errors import ConfigError
+from compressor.machine import TargetCpu
 from compressor.tasks import Task, find_task
+from compressor.triton_releases import format_for
 
 Fraction = Annotated[float, Field(ge=0, le=1)]
 Positive = Annotated[int, Field(ge=1)]
 Rate = Annotated[float, Field(gt=0, lt=1)]
 
 STUDENT_INITS = ("project", "teacher-layers", "random", "general")
-RECIPES = ("auto", "laptop", "paper")
+ADAPT = "adapt"  # as augment.masked_lm: made here
+ENGLISH = "en"  # as augment.stop_words: the list that comes with the package
 
 
 class Section(BaseModel):
@@ -129,6 +127,14 @@ class AugmentConfig(Section):
     """Word vectors: `package:` or the path of a GloVe text file."""
     masked_lm: str | None = None
     """Masked language model for words that are one word piece; none = word vectors for every word."""
+    stop_words: str = ENGLISH
+    """Words that are never replaced nor put in another's place: `en`, or the path of a list, a word on each line."""
+    keep_names: bool = True
+    """Leave words alone that have a capital within a sentence. For languages that write nouns so, turn it off."""
+    regression: bool = False
+    """Augment a regression as well: copies get the score of their original, although their text is another."""
+    max_disagreement: Fraction | None = None
+    """Drop copies whose other labels have, by the teacher, a total probability above this; none = keep all."""
 
 
 Precision = Literal["auto", "fp32", "bf16", "fp16"]
@@ -218,6 +224,29 @@ class GeneralConfig(Imitation):
     """Length of the blocks that the text is packed into, [CLS] and [SEP] included."""
 
 
+class AdaptConfig(Optimisation):
+    """A masked language model for augmentation, made from the teacher's base encoder: augment.masked_lm = "adapt"."""
+
+    corpus: Annotated[tuple[str, ...], Field(strict=False)] = ()
+    """Text to learn from besides the task's training rows: sources as of [general]."""
+    corpus_share: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """Share of each corpus' documents that is used, spread evenly over it."""
+    column: str = "text"
+    """The column that holds the text in files that have columns."""
+    epochs: Annotated[float, Field(gt=0, le=1000)] = 1.0
+    """Passes over all the text; a fraction stops part of the way."""
+    learning_rate: Rate = 1e-3
+    """Peak learning rate of the masked-LM head."""
+    encoder_learning_rate: Rate = 3e-4
+    """Peak learning rate of the encoder, the word embeddings included."""
+    batch_size: Positive = 32
+    """Blocks per optimiser step, over all processes together."""
+    block_tokens: Annotated[int, Field(ge=8, le=512)] = 64
+    """Length of the blocks that the text is packed into, [CLS] and [SEP] included."""
+    mask_probability: Annotated[float, Field(gt=0, le=0.5)] = 0.15
+    """Share of the tokens to be found again: 80 % of them masked, 10 % another token, 10 % left."""
+
+
 class DistillConfig(Imitation):
     """One stage of distillation."""
 
@@ -228,25 +257,72 @@ class DistillConfig(Imitation):
 
 
 class ExportConfig(Section):
-    """The ONNX graph and its parity gate."""
+    """The ONNX graphs and their parity gates."""
 
     format: Literal["onnx"] = "onnx"
+    targets: Annotated[tuple[Literal["cpu", "gpu"], ...], Field(min_length=1, strict=False)] = ("cpu",)
+    """`cpu` is the fp32 graph, which INT8 is made from; `gpu` adds one in fp16."""
+    triton_release: str = "24.10"
+    """Container release of the Triton that will serve, as 24.10: it decides opset and IR version."""
+    exporter: Literal["auto", "optimum", "torch"] = "auto"
+    """What writes the graph; `auto` is Optimum, or PyTorch itself with a Transformers that Optimum cannot work with."""
     max_logit_difference: Annotated[float, Field(gt=0)] = 1e-4
     """Parity gate: largest difference to PyTorch on any validation text."""
+    max_logit_difference_fp16: Annotated[float, Field(gt=0)] = 5e-2
+    """The same for the fp16 graph."""
+
+    @model_validator(mode="after")
+    def _has_a_cpu_graph(self) -> ExportConfig:
+        if "cpu" not in self.targets:
+            raise ValueError(f'targets are {list(self.targets)}; "cpu" must be among them: INT8 is made from its graph')
+        format_for(self.triton_release)
+        return self
+
+
+Int8Candidate = Literal[
+    "static",
+    "static-percentile",
+    "static-entropy",
+    "static-smooth",
+    "static-per-tensor",
+    "per-row",
+    "dynamic",
+    "dynamic-per-tensor",
+    "dynamic-fp32-embeddings",
+]
 
 
 class QuantizeConfig(Section):
     """The INT8 candidates and their accuracy gate."""
 
-    candidates: Annotated[tuple[Literal["dynamic", "static"], ...], Field(min_length=1, strict=False)] = (
-        "dynamic",
+    candidates: Annotated[tuple[Int8Candidate, ...], Field(min_length=1, strict=False)] = (
         "static",
+        "static-percentile",
+        "static-smooth",
+        "per-row",
+        "dynamic",
     )
-    """INT8 schemes to try; the fastest within the bound wins."""
+    """INT8 schemes to try; the fastest within the bounds wins."""
     max_metric_drop: Fraction = 0.005
-    """Accuracy gate: largest loss on the validation set against the fp32 student."""
+    """Accuracy gate: largest loss on the validation set against the fp32 student, in any batch that a server makes."""
+    max_label_flips: Fraction = 0.0
+    """Invariance gate: largest share of validation texts whose answer depends on the batch that they are in."""
+    max_excluded: Annotated[int, Field(ge=0)] = 3
+    """Most dense products that a candidate that loses too much may leave in fp32, the most harmful first."""
     calibration_rows: Positive = 512
-    """Training texts that set the activation ranges of the static scheme."""
+    """Training texts that set the activation ranges of the static schemes."""
+    target_cpu: TargetCpu = "auto"
+    """Instruction set of the machine that will serve; `auto` is this one. Without VNNI weights get 7 bits."""
+    trim_vocabulary: bool = False
+    """Keep only word pieces that the task's training text, or `vocabulary_texts`, use; others become smaller pieces."""
+    vocabulary_texts: Annotated[tuple[str, ...], Field(strict=False)] = ()
+    """More text whose word pieces are kept: sources as of [general]."""
+
+    @model_validator(mode="after")
+    def _texts_have_a_use(self) -> QuantizeConfig:
+        if self.vocabulary_texts and not self.trim_vocabulary:
+            raise ValueError("vocabulary_texts are given and trim_vocabulary is false; set it, or drop the texts")
+        return self
 
 
 class PublishConfig(Section):
@@ -256,6 +332,12 @@ class PublishConfig(Section):
     max_batch_size: Positive = 64
     teacher: bool = True
     """Also publish the teacher, for comparison through the same server."""
+    response_cache: bool = False
+    """Let the server keep answers for requests that repeat."""
+    cascade: bool = False
+    """Also publish <task>_cascade: the student answers where it is sure enough, and the teacher elsewhere."""
+    cascade_accuracy: Fraction | None = None
+    """Accuracy on the validation rows that the cascade must reach; none = the teacher's."""
 
 
 class BuildConfig(Section):
@@ -266,6 +348,7 @@ class BuildConfig(Section):
     """Seed of the splits, the augmentation, the order of rows, dropout and new weights."""
     corpus: CorpusConfig
     augment: AugmentConfig | None = None
+    adapt: AdaptConfig | None = None
     finetune: FinetuneConfig
     general: GeneralConfig | None = None
     student: StudentConfig
@@ -275,6 +358,13 @@ class BuildConfig(Section):
     publish: PublishConfig = PublishConfig()
 
     @property
+    def adaptation(self) -> AdaptConfig | None:
+        """How the masked LM of the augmentation is made, if it is made here."""
+        if self.augment is None or self.augment.masked_lm != ADAPT:
+            return None
+        return self.adapt or AdaptConfig()
+
+    @property
     def max_tokens(self) -> int:
         """Longest input in word pieces."""
         return self.task.max_tokens or self.task.row().max_tokens
@@ -282,131 +372,15 @@ class BuildConfig(Section):
     @model_validator(mode="after")
     def _sections_fit_together(self) -> BuildConfig:
         is_regression = self.task.is_regression if self.task.is_own else find_task(self.task.name).is_regression
-        if self.augment is not None and is_regression:
+        if self.augment is not None and is_regression and not self.augment.regression:
             raise ValueError(
-                f"{self.task.name} is a regression, and [augment] would copy scores to changed texts; drop it"
+                f"{self.task.name} is a regression, and [augment] would copy scores to changed texts; drop it, or set "
+                "augment.regression = true"
             )
+        if self.augment is not None and is_regression and self.augment.max_disagreement is not None:
+            raise ValueError(f"{self.task.name} is a regression, whose teacher has no labels; drop max_disagreement")
         if self.student.init == "general" and self.general is None:
             raise ValueError('student.init is "general" and the recipe has no [general]; add one')
+        if self.adapt is not None and self.adaptation is None:
+            raise ValueError('[adapt] makes the model of augment.masked_lm = "adapt", which is not set; set or drop it')
         return self
-
-
-def recipe_text(task: str, recipe: str) -> str:
-    """The TOML text of a recipe that comes with the package, for one task."""
-    known = find_task(task)
-    folder = resources.files("compressor") / "recipes"
-    text, table = ((folder / f"{name}.toml").read_text(encoding="utf-8") for name in (recipe, "tasks"))
-    settings = tomllib.loads(table)[task]
-    text = Template(text).substitute(known.model_dump() | settings)
-    if known.is_regression:
-        why = "a changed text would keep its original's score; the paper has copies in its first stage only"
-        text = _replaced(text, "augment", f"# No [augment]: {why}.")
-    elif recipe == "laptop" and not settings["copies"]:
-        text = _replaced(text, "augment", "# No [augment]: there are rows enough.")
-    if recipe == "laptop" and task != "sst2":  # nothing comes with the package or from the index
-        source = '# source = "FOLDER"  # with train, dev and test files; or give --data FOLDER'
-        text = _replaced(text, "corpus", f"[corpus]\n{source}\nvalidation = {settings['validation']}")
-    return text
-
-
-def _replaced(text: str, section: str, lines: str) -> str:
-    """A recipe's text with other lines in the place of a section."""
-    return re.sub(rf"^\[{section}\]\n(?:.+\n)+", f"{lines}\n", text, flags=re.MULTILINE)
-
-
-def read_recipe(text: str, overrides: tuple[str, ...] = (), *, name: str) -> BuildConfig:
-    """Parse TOML `text`, apply `section.key=value` overrides, and check everything.
-
-    Raises ConfigError that lists every mistake at once; `name` says where the text came from.
-    """
-    try:
-        values = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
-        raise ConfigError(f"recipe {name} is not TOML: {error}") from error
-    for override in overrides:
-        _apply(values, override)
-    try:
-        return BuildConfig.model_validate(values)
-    except ValidationError as error:
-        mistakes = "; ".join(_sentence(item) for item in error.errors())
-        raise ConfigError(f"recipe {name}: {mistakes}") from error
-
-
-def load_recipe(task: str | None, recipe: str, overrides: tuple[str, ...] = ()) -> BuildConfig:
-    """A recipe by name (`laptop`, `paper`) for `task`, or a TOML file by path.
-
-    Raises ConfigError if there is no such recipe, or if the file is for another task than `task`.
-    """
-    if recipe in RECIPES and recipe != "auto":
-        if task is None:
-            raise ConfigError(f"recipe {recipe!r} needs a task; give --task, one of `compressor tasks`")
-        return read_recipe(recipe_text(task, recipe), overrides, name=f"{task} {recipe}")
-    path = Path(recipe)
-    if path.suffix != ".toml":
-        raise ConfigError(f"unknown recipe {recipe!r}; {nearest(recipe, RECIPES)} (or the path of a .toml file)")
-    if not path.is_file():
-        raise ConfigError(f"recipe file {recipe} does not exist; `compressor recipe sst2 > {path.name}` writes one")
-    try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"recipe file {recipe} cannot be read: {error}") from error
-    config = read_recipe(text, overrides, name=recipe)
-    if task not in (None, config.task.name):
-        raise ConfigError(f"recipe {recipe} is for task {config.task.name!r}, not {task!r}; drop --task or change one")
-    return config
-
-
-def _apply(values: dict[str, Any], override: str) -> None:
-    """Set `a.b.0.c=value` in nested TOML values, in place; the value is read as TOML, else as a string."""
-    key, equals, raw = override.partition("=")
-    if not equals or not key:
-        raise ConfigError(f"--set {override!r} has no value; write --set section.key=value")
-    try:
-        value = tomllib.loads(f"value = {raw}")["value"]
-    except tomllib.TOMLDecodeError:
-        value = raw
-    *parents, last = key.split(".")
-    node: Any = values
-    for part in parents:
-        if isinstance(node, list):
-            if not part.isdecimal() or int(part) >= len(node):
-                raise ConfigError(f"--set {key}: there is no entry {part!r}; entries run from 0 to {len(node) - 1}")
-            node = node[int(part)]
-        elif isinstance(node, dict):
-            node = node.setdefault(part, {})
-    if not isinstance(node, dict):
-        raise ConfigError(f"--set {key}: {'.'.join(parents)} is not a section; write --set section.key=value")
-    node[last] = value
-
-
-def _sentence(item: Any) -> str:
-    """One pydantic error as: key, value found, rule."""
-    location = [str(part) for part in item["loc"]]
-    where = ".".join(location) or "the recipe"
-    if item["type"] == "extra_forbidden":
-        return f"unknown key {where!r}; {nearest(location[-1], _keys_beside(location))}"
-    if item["type"] == "missing":
-        remedy = "; give --data FOLDER, a folder with train, dev and test files" if where == "corpus.source" else ""
-        return f"{where} is missing{remedy}"
-    message = item["msg"].removeprefix("Value error, ")
-    if item["type"] == "value_error":
-        return f"{where}: {message}"
-    return f"{where} is {item['input']!r}; {message[0].lower()}{message[1:]}"
-
-
-def _keys_beside(location: list[str]) -> list[str]:
-    """Keys that a section allows where an unknown one was found."""
-    sections: dict[str, type[Section]] = {
-        "task": TaskConfig,
-        "corpus": CorpusConfig,
-        "augment": AugmentConfig,
-        "finetune": FinetuneConfig,
-        "general": GeneralConfig,
-        "student": StudentConfig,
-        "distill": DistillConfig,
-        "export": ExportConfig,
-        "quantize": QuantizeConfig,
-        "publish": PublishConfig,
-    }
-    section = sections[location[0]] if len(location) > 1 else BuildConfig
-    return list(section.model_fields)

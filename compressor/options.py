@@ -51,7 +51,7 @@ def chosen_recipe(
     teacher: str | None = None,
 ) -> tuple[BuildConfig, str, str]:
     """The recipe with its overrides, its name, and why it was chosen."""
-    from compressor.config import load_recipe
+    from compressor.recipe import load_recipe
 
     if device not in ("auto", "cpu", "cuda"):
         raise ConfigError(f"--device is {device!r}; known: auto, cpu, cuda")

@@ -31,7 +31,11 @@ def check_sources(line: list[Step]) -> None:
 
 def _check_batches(config: BuildConfig, where: Where) -> None:
     """Refuse batches with fewer rows than processes. Raises ConfigError."""
-    sections: dict[str, Optimisation | None] = {"finetune": config.finetune, "general": config.general}
+    sections: dict[str, Optimisation | None] = {
+        "finetune": config.finetune,
+        "adapt": config.adaptation,
+        "general": config.general,
+    }
     sections |= {f"distill.{number}": item for number, item in enumerate(config.distill)}
     for name, section in sections.items():
         if section is not None and section.batch_size < where.processes:
@@ -110,7 +114,7 @@ def build(config: BuildConfig, recipe: str, run: Path, where: Where, *, overwrit
 def run_step(step: Step, parents: Mapping[str, Path], out: Path) -> Artifact:
     """Run one stage on finished artifacts, given by role and path, unless `out` holds its result already."""
     check_sources([step])
-    kinds = {"corpus": "examples", "start": "student", "general": "general-student"}
+    kinds = {"corpus": "examples", "start": "student", "general": "general-student", "masked_lm": "masked-lm"}
     opened = {role: Artifact.open(path, kind=kinds.get(role, role)) for role, path in parents.items()}
     return _made(step, opened, out, step.stage)
 

@@ -214,7 +214,8 @@ def reach_hub(source: str, *, what: str) -> None:
     from huggingface_hub.errors import HfHubHTTPError
     from requests import RequestException
 
-    repo_type = "dataset" if what in ("corpus.source", "general.source") else "model"
+    is_text = what in ("corpus.source", "general.source") or what.startswith("adapt.corpus")
+    repo_type = "dataset" if is_text else "model"
     try:
         HfApi().repo_info(name, repo_type=repo_type, timeout=HUB_TIMEOUT_S)
     except (HfHubHTTPError, RequestException, OSError) as error:

@@ -12,10 +12,10 @@ from typing import Any
 
 from compressor import artifact, sources
 from compressor.artifact import Artifact
-from compressor.config import STUDENT_INITS, AugmentConfig, BuildConfig, GeneralConfig
+from compressor.config import ADAPT, ENGLISH, STUDENT_INITS, AdaptConfig, AugmentConfig, BuildConfig, GeneralConfig
 
 # A stage recomputes when the code that decides its result changes; raise this with such a change.
-STAGES_VERSION = 2
+STAGES_VERSION = 3
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,7 +40,7 @@ class Step:
     name: str
     """Its folder in the run."""
     stage: str
-    """The verb: corpus, augment, general, finetune, distill, export, quantize, publish."""
+    """The verb: corpus, finetune, adapt, augment, general, distill, export, quantize, publish."""
     kind: str
     """Kind of artifact it makes."""
     section: Mapping[str, Any]
@@ -73,9 +73,11 @@ def steps(config: BuildConfig, where: Where) -> list[Step]:
         return f"{len(line) + 1}-{stage}"
 
     roles = {"corpus": line[0].name, "examples": line[0].name}
-    if config.augment is not None:
-        roles["examples"] = add(_augment(config, config.augment, name("augment")))
     roles["teacher"] = add(_finetune(config, where, name("finetune")))
+    if config.adaptation is not None:
+        roles["masked_lm"] = add(_adapt(config, config.adaptation, where, name("adapt")))
+    if config.augment is not None:  # after the teacher, which judges the copies
+        roles["examples"] = add(_augment(config, config.augment, where, name("augment"), roles))
     if config.general is not None:
         roles["general"] = add(_general(config, config.general, where, name("general")))
     for number, stage in enumerate(config.distill):
@@ -102,22 +104,71 @@ def _corpus(config: BuildConfig) -> Step:
     return Step(name="1-corpus", stage="corpus", kind="examples", section=section, parents={}, sources=found, make=make)
 
 
-def _augment(config: BuildConfig, augmentation: AugmentConfig, name: str) -> Step:
-    def make(parents: Parents, key: str, out: Path) -> Artifact:
-        from compressor.stages.augment import augment
+def _adapt(config: BuildConfig, settings: AdaptConfig, where: Where, name: str) -> Step:
+    base = config.finetune.base
 
-        return augment(augmentation, parents["corpus"], seed=config.seed, key=key, out=out)
+    def make(parents: Parents, key: str, out: Path) -> Artifact:
+        from compressor.stages.adapt import adapt
+
+        return adapt(
+            settings,
+            parents["corpus"],
+            base=base,
+            max_tokens=config.max_tokens,
+            seed=config.seed,
+            key=key,
+            out=out,
+            processes=where.processes,
+            device=where.device,
+        )
+
+    return Step(
+        name=name,
+        stage="adapt",
+        kind="masked-lm",
+        section={**settings.model_dump(), "max_tokens": config.max_tokens, "seed": config.seed},
+        parents={"corpus": "1-corpus"},
+        sources={
+            "finetune.base": base,
+            **{f"adapt.corpus.{number}": source for number, source in enumerate(settings.corpus)},
+        },
+        make=make,
+    )
+
+
+def _augment(
+    config: BuildConfig, augmentation: AugmentConfig, where: Where, name: str, roles: Mapping[str, str]
+) -> Step:
+    def make(parents: Parents, key: str, out: Path) -> Artifact:
+        from compressor.stages.augment import augment_examples
+
+        return augment_examples(
+            augmentation,
+            parents["corpus"],
+            masked_lm=parents.get("masked_lm"),
+            teacher=parents.get("teacher"),
+            max_tokens=config.max_tokens,
+            seed=config.seed,
+            key=key,
+            out=out,
+            processes=where.processes,
+            device=where.device,
+        )
 
     return Step(
         name=name,
         stage="augment",
         kind="examples",
-        section={**augmentation.model_dump(), "seed": config.seed},
-        parents={"corpus": "1-corpus"},
+        section={**augmentation.model_dump(), "max_tokens": config.max_tokens, "seed": config.seed},
+        parents=_chosen(roles, "corpus", "teacher", *(("masked_lm",) if "masked_lm" in roles else ())),
         sources={
             f"augment.{key}": source
-            for key, source in (("vectors", augmentation.vectors), ("masked_lm", augmentation.masked_lm))
-            if source
+            for key, source in (
+                ("vectors", augmentation.vectors),
+                ("masked_lm", augmentation.masked_lm),
+                ("stop_words", augmentation.stop_words),
+            )
+            if source not in (None, ADAPT, ENGLISH)
         },
         make=make,
     )

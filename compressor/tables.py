@@ -1,12 +1,16 @@
-"""Rows of TSV, CSV, JSONL and Parquet files and of hub data sets: streamed, every byte kept, mistakes named by line."""
+"""Rows of TSV, CSV, JSONL and Parquet files and of hub data sets: streamed, every byte kept, mistakes named by line.
+
+The same kinds of files are written here, too.
+"""
 
 from __future__ import annotations
 
 import csv
 import json
+import re
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import chain
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +18,8 @@ from compressor.errors import DataError
 
 SUFFIXES = (".tsv", ".csv", ".jsonl", ".parquet")
 ROWS_AT_ONCE = 1000
+ROWS_SEEN = 10_000  # that the types of a Parquet file's columns are taken from, and the rows of its groups
+BREAKS = re.compile(r"[\t\n\r]")  # what no cell of a TSV file may hold
 Records = Iterator[tuple[str, dict[str, Any]]]  # where a row stands, for messages, and its fields by column
 
 
@@ -160,3 +166,104 @@ def _decoded(path: Path) -> Iterator[tuple[int, str]]:
         raise DataError(f"{path} does not exist") from error
     except OSError as error:
         raise DataError(f"{path} cannot be read: {error.strerror}") from error
+
+
+def write(path: Path, rows: Iterable[dict[str, Any]], *, like: Path | None = None) -> int:
+    """Write rows, all with the same columns, to a .tsv, .csv, .jsonl or .parquet file as they come; returns how many.
+
+    The file has its name when it is whole. A Parquet file gets the types of the first ten thousand rows, and those of
+    `like` for its columns, if it is one as well. Raises DataError if a row, or the file, cannot be written.
+    """
+    writers: dict[str, Callable[[Path, Iterator[dict[str, Any]]], int]]
+    writers = {
+        ".tsv": _write_tsv,
+        ".csv": _write_csv,
+        ".jsonl": _write_jsonl,
+        ".parquet": lambda partial, alike: _write_parquet(partial, alike, like),
+    }
+    if path.suffix not in writers:
+        raise DataError(f"{path} ends in {path.suffix!r}; data files end in {', '.join(SUFFIXES)}")
+    partial = path.with_name(f"{path.name}.partial")
+    try:
+        count = writers[path.suffix](partial, _alike(rows))
+        partial.replace(path)
+    except OSError as error:
+        raise DataError(f"{path} cannot be written: {error.strerror or error}; free space or choose another") from error
+    finally:
+        partial.unlink(missing_ok=True)
+    return count
+
+
+def _alike(rows: Iterable[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    """The rows, with their columns in one order. Raises DataError where a row has others than the first."""
+    columns = list[str]()
+    for number, row in enumerate(rows, start=1):
+        columns = columns or list(row)
+        if row.keys() != set(columns):
+            raise DataError(
+                f"row {number} to be written has columns {', '.join(map(repr, row))}, and the first "
+                f"{', '.join(map(repr, columns))}; give every row the same ones"
+            )
+        yield {name: row[name] for name in columns}
+
+
+def _write_tsv(path: Path, rows: Iterator[dict[str, Any]]) -> int:
+    with path.open("w", encoding="utf-8", newline="") as file:
+        count = 0
+        for count, row in enumerate(rows, start=1):
+            lines = [[_cell(value) for value in row.values()]]
+            if count == 1:
+                lines.insert(0, list(row))
+            for cell in chain(*lines):
+                if BREAKS.search(cell):
+                    raise DataError(
+                        f"row {count} to be written has a tab or line end in {cell[:80]!r}, which a .tsv file cannot "
+                        "hold; write .csv, .jsonl or .parquet"
+                    )
+            file.writelines("\t".join(line) + "\n" for line in lines)
+    return count
+
+
+def _write_csv(path: Path, rows: Iterator[dict[str, Any]]) -> int:
+    with path.open("w", encoding="utf-8", newline="") as file:
+        writer, count = csv.writer(file, lineterminator="\n"), 0
+        for count, row in enumerate(rows, start=1):
+            if count == 1:
+                writer.writerow(row)
+            writer.writerow([_cell(value) for value in row.values()])
+    return count
+
+
+def _write_jsonl(path: Path, rows: Iterator[dict[str, Any]]) -> int:
+    with path.open("w", encoding="utf-8", newline="") as file:
+        count = 0
+        for row in rows:
+            file.write(json.dumps(row, ensure_ascii=False) + "\n")
+            count += 1
+    return count
+
+
+def _write_parquet(path: Path, rows: Iterator[dict[str, Any]], like: Path | None) -> int:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    count, some = 0, list(islice(rows, ROWS_SEEN))
+    try:
+        schema = pa.Table.from_pylist(some).schema
+        for field in pq.read_schema(like) if like is not None and like.suffix == ".parquet" else ():
+            place = schema.get_field_index(field.name)
+            # Codes of class labels were read as their names.
+            if place >= 0 and not (pa.types.is_integer(field.type) and pa.types.is_string(schema.field(place).type)):
+                schema = schema.set(place, field)
+        with pq.ParquetWriter(path, schema) as writer:
+            while some:
+                writer.write_table(pa.Table.from_pylist(some, schema=schema))
+                count, some = count + len(some), list(islice(rows, ROWS_SEEN))
+    except pa.ArrowException as error:
+        raise DataError(f"a row after {count} does not fit its columns' types ({error}); write .jsonl") from error
+    return count
+
+
+def _cell(value: Any) -> str:
+    """A value as text: nothing as an empty cell, what is no text as JSON."""
+    return value if isinstance(value, str) else "" if value is None else json.dumps(value, ensure_ascii=False)

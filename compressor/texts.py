@@ -11,7 +11,7 @@ import logging
 import os
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -160,33 +160,48 @@ class Blocks(NamedTuple):
 def packed(
     source: str, column: str, tokenizer: Any, block_tokens: int, *, what: str, cache: Path, world: World
 ) -> Blocks:
-    """Pack the text of a source into blocks, once for its content, and memory-map the result.
+    """Pack the text of a source: `packed_texts`. Raises what `read_texts` raises, too."""
+    text = Texts(f"{what} {source!r}", (content_hash(source), column), lambda: read_texts(source, column, what=what))
+    return packed_texts(text, tokenizer, block_tokens, cache=cache, world=world)
+
+
+class Texts(NamedTuple):
+    """Text that can be read, and read again."""
+
+    name: str
+    """For messages."""
+    content: tuple[str, ...]
+    """What identifies it: hashes, and what of the hashed is read."""
+    read: Callable[[], Iterator[str]]
+
+
+def packed_texts(text: Texts, tokenizer: Any, block_tokens: int, *, cache: Path, world: World) -> Blocks:
+    """Pack text into blocks, once for its content, and memory-map the result.
 
     The texts' tokens, [SEP] between two texts, are cut into pieces of `block_tokens` - 2; a block is [CLS], a piece
     and [SEP]. The tokens left over at the end are dropped. `tokenizer` is a fast Transformers tokenizer; `cache` is
     the folder of encoded files. In a `world` of several processes the leader writes and the others map what it wrote.
-    Raises what `read_texts` raises, and DataError if the text fills fewer than two blocks.
+    Raises what reading raises, and DataError if the text fills fewer than two blocks.
     """
     rules = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
     rules.no_truncation()
     rules.no_padding()
     frame = tokenizer.cls_token_id, tokenizer.sep_token_id
-    parts = FORMAT, content_hash(source), column, block_tokens, frame, rules.to_str()
+    parts = FORMAT, *text.content, block_tokens, frame, rules.to_str()
     target = cache / f"{hashlib.sha256(repr(parts).encode()).hexdigest()[:24]}.json"  # written last
     places = target.with_suffix(".train.arrow"), target.with_suffix(".held_out.arrow")
 
     def ensure() -> None:
         if not target.exists():
-            log.info("general packing %s into blocks of %d tokens", source, block_tokens)
+            log.info("packing %s into blocks of %d tokens", text.name, block_tokens)
             cache.mkdir(parents=True, exist_ok=True)
-            texts = read_texts(source, column, what=what)
-            facts = write_blocks(texts, rules, frame, block_tokens, *places)
+            facts = write_blocks(text.read(), rules, frame, block_tokens, *places)
             if facts["blocks"] < 2:
                 raise DataError(
-                    f"{what} is {source!r}, whose {facts['tokens']} tokens fill {facts['blocks']} blocks of "
-                    f"{block_tokens}; at least 2 are needed, one of them to be held out; give more text"
+                    f"{text.name}: its {facts['tokens']} tokens fill {facts['blocks']} blocks of {block_tokens}; "
+                    "at least 2 are needed, one of them to be held out; give more text"
                 )
-            log.info("general packed %d documents into %d blocks", facts["documents"], facts["blocks"])
+            log.info("packed %d documents into %d blocks", facts["documents"], facts["blocks"])
             draft = target.with_suffix(f".{os.getpid()}")
             draft.write_text(json.dumps(facts), encoding="utf-8")
             draft.rename(target)

@@ -232,7 +232,7 @@ def _world(kind: str) -> Iterator[World]:
     """The world of this process, with its device, threads and memory set up."""
     import torch
 
-    _keep_freed_memory()
+    keep_freed_memory()
     local_rank, local_size = (int(os.environ.get(name, value)) for name, value in LOCAL_PLACE.items())
     if kind == "cuda":
         if local_rank >= torch.cuda.device_count():
@@ -248,7 +248,7 @@ def _world(kind: str) -> Iterator[World]:
         yield World(device=device) if found is None else replace(found, device=device)
 
 
-def _keep_freed_memory() -> None:
+def keep_freed_memory() -> None:
     """Make glibc keep large freed blocks for the next step instead of handing them back to the system.
 
     A training step frees and asks again for the same hundreds of megabytes; where page faults are dear (virtual

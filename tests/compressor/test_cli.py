@@ -18,6 +18,7 @@ from typer.testing import CliRunner
 
 from compressor import latency
 from compressor.cli import app
+from compressor.errors import ConfigError
 from serving import free_port
 from tests import tiny
 from tests.conftest import Line
@@ -206,7 +207,7 @@ def test_a_report_is_rendered_again(line: Line, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("step", "split"), [("3-finetune", "test"), ("5-distill-prediction", "test"), ("7-quantize", "validation")]
+    ("step", "split"), [("2-finetune", "test"), ("5-distill-prediction", "test"), ("7-quantize", "validation")]
 )
 def test_a_saved_model_is_evaluated(line: Line, invoke: Callable[..., str], step: str, split: str) -> None:
     arguments = ("--corpus", line.run / "1-corpus", "--model", line.run / step, "--split", split, "--json")
@@ -216,7 +217,7 @@ def test_a_saved_model_is_evaluated(line: Line, invoke: Callable[..., str], step
 
 
 def test_an_evaluation_is_one_line_with_its_interval(line: Line, invoke: Callable[..., str]) -> None:
-    text = invoke("evaluate", "--corpus", line.run / "1-corpus", "--model", line.run / "3-finetune")
+    text = invoke("evaluate", "--corpus", line.run / "1-corpus", "--model", line.run / "2-finetune")
     assert re.fullmatch(r"accuracy [\d.]+ \(95 % interval [\d.]+ to [\d.]+, 48 rows\)\n", text)
 
 
@@ -235,10 +236,10 @@ def test_every_stage_runs_by_itself_on_the_artifacts_of_a_build(
         assert mine["key"] == theirs["key"]
 
     stage("corpus", "1-corpus")
-    stage("augment", "2-augment", corpus="1-corpus")
-    stage("finetune", "3-finetune", corpus="1-corpus")
-    models = {"corpus": "1-corpus", "teacher": "3-finetune"}
-    stage("distill", "4-distill-intermediate", examples="2-augment", **models)
+    stage("finetune", "2-finetune", corpus="1-corpus")
+    stage("augment", "3-augment", corpus="1-corpus", teacher="2-finetune")
+    models = {"corpus": "1-corpus", "teacher": "2-finetune"}
+    stage("distill", "4-distill-intermediate", examples="3-augment", **models)
     stage("export", "6-export", student="5-distill-prediction", **models)
     stage("quantize", "7-quantize", onnx="6-export", **models)
     stage("publish", "8-publish", onnx="6-export", int8="7-quantize", corpus="1-corpus")
@@ -249,8 +250,8 @@ def test_torchrun_on_two_machines_makes_one_student(line: Line, tmp_path: Path) 
     launcher = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "1"]
     meeting = ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{free_port()}", "--rdzv-id", "test"]
     stage = ["-m", "compressor", "distill", "--recipe", line.recipe, "--out", tmp_path / "student"]
-    parents = ["--corpus", line.run / "1-corpus", "--teacher", line.run / "3-finetune"]
-    command = [str(part) for part in (*launcher, *meeting, *stage, *parents, "--examples", line.run / "2-augment")]
+    parents = ["--corpus", line.run / "1-corpus", "--teacher", line.run / "2-finetune"]
+    command = [str(part) for part in (*launcher, *meeting, *stage, *parents, "--examples", line.run / "3-augment")]
     agents = [subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) for _ in range(2)]
     said = [agent.communicate(timeout=200) for agent in agents]
     assert [agent.returncode for agent in agents] == [0, 0], said
@@ -263,8 +264,35 @@ def test_torchrun_on_two_machines_makes_one_student(line: Line, tmp_path: Path) 
     assert mine["metrics"]["history"]["steps"] == theirs["metrics"]["history"]["steps"]
 
 
+def test_a_masked_lm_is_made_and_augmented_with(line: Line, tmp_path: Path, invoke: Callable[..., str]) -> None:
+    wanted = ("--set", "augment.masked_lm=adapt", "--set", "adapt.epochs=0.5", "--set", "adapt.block_tokens=16")
+    common = ("--recipe", line.recipe, *wanted, "--corpus", line.run / "1-corpus")
+    invoke("adapt", *common, "--out", tmp_path / "masked-lm")
+    judged = ("--teacher", line.run / "2-finetune", "--max-disagreement", 0.5)
+    invoke("augment", *common, *judged, "--masked-lm", tmp_path / "masked-lm", "--out", tmp_path / "augmented")
+    manifest = json.loads((tmp_path / "augmented" / "manifest.json").read_text())
+    assert set(manifest["parents"]) == {"corpus", "teacher", "masked_lm"}
+    metrics = manifest["metrics"]
+    assert metrics["share_by_masked_lm"] > 0.5
+    assert metrics["perplexity"]["copies_judged"] > 0
+    assert metrics["agreement"]["copies"]["rows"] == 192 - metrics["missing_rows"]
+    assert metrics["rows"] + metrics["dropped_rows"] + metrics["missing_rows"] == metrics["asked_rows"] == 2 * 192
+
+
+def test_augment_says_what_it_lacks(line: Line, tmp_path: Path, invoke: Callable[..., str]) -> None:
+    given = ("augment", "--recipe", line.recipe, "--corpus", line.run / "1-corpus", "--out", tmp_path / "out")
+    with pytest.raises(ConfigError, match=r"those that a teacher doubts; give the folder of one with --teacher"):
+        invoke(*given, "--max-disagreement", 0.5)
+    with pytest.raises(ConfigError, match=r"masked_lm is 'adapt' and --masked-lm is None; the folder made by"):
+        invoke(*given, "--set", "augment.masked_lm=adapt")
+    with pytest.raises(ConfigError, match=r"masked_lm is None and --masked-lm is here; the folder made by"):
+        invoke(*given, "--masked-lm", "here")
+    with pytest.raises(ConfigError, match=r'has no augment.masked_lm = "adapt"; set it, or leave the stage out'):
+        invoke("adapt", *given[1:])
+
+
 def test_a_later_distill_stage_needs_its_student(line: Line, tmp_path: Path) -> None:
-    models = ("--corpus", line.run / "1-corpus", "--teacher", line.run / "3-finetune", "--out", tmp_path / "out")
+    models = ("--corpus", line.run / "1-corpus", "--teacher", line.run / "2-finetune", "--out", tmp_path / "out")
     done = tiny.run("distill", "--recipe", line.recipe, "--stage", 1, *models)
     assert "later stages need the student of the stage before" in sentence(done)
     done = tiny.run("distill", "--recipe", line.recipe, "--stage", 2, *models)
@@ -272,13 +300,13 @@ def test_a_later_distill_stage_needs_its_student(line: Line, tmp_path: Path) -> 
 
 
 def test_an_artifact_of_another_kind_is_refused(line: Line, tmp_path: Path) -> None:
-    done = tiny.run("augment", "--recipe", line.recipe, "--corpus", line.run / "3-finetune", "--out", tmp_path / "out")
+    done = tiny.run("augment", "--recipe", line.recipe, "--corpus", line.run / "2-finetune", "--out", tmp_path / "out")
     assert "holds 'teacher'; this needs an artifact of kind 'examples'" in sentence(done)
 
 
 @pytest.mark.slow
 def test_a_failed_gate_exits_with_3_and_both_numbers(line: Line, tmp_path: Path) -> None:
-    models = ("--student", line.run / "5-distill-prediction", "--teacher", line.run / "3-finetune")
+    models = ("--student", line.run / "5-distill-prediction", "--teacher", line.run / "2-finetune")
     places = ("--corpus", line.run / "1-corpus", "--out", tmp_path / "out")
     done = tiny.run("export", "--recipe", line.recipe, *models, *places, "--set", "export.max_logit_difference=1e-15")
     assert done.returncode == 3
@@ -288,9 +316,9 @@ def test_a_failed_gate_exits_with_3_and_both_numbers(line: Line, tmp_path: Path)
 
 def test_a_teacher_on_the_command_line_is_adopted(line: Line, tmp_path: Path, invoke: Callable[..., str]) -> None:
     arguments = ("--recipe", line.recipe, "--corpus", line.run / "1-corpus", "--out", tmp_path / "teacher")
-    invoke("finetune", *arguments, "--teacher", line.run / "3-finetune")
+    invoke("finetune", *arguments, "--teacher", line.run / "2-finetune")
     metrics = json.loads((tmp_path / "teacher" / "manifest.json").read_text())["metrics"]
-    assert metrics["source"] == str(line.run / "3-finetune")
+    assert metrics["source"] == str(line.run / "2-finetune")
     assert "history" not in metrics
 
 

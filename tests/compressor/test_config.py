@@ -6,15 +6,14 @@ import re
 import pytest
 
 from compressor.config import (
+    AdaptConfig,
     BuildConfig,
     CorpusConfig,
     StudentConfig,
     TaskConfig,
-    load_recipe,
-    read_recipe,
-    recipe_text,
 )
 from compressor.errors import ConfigError
+from compressor.recipe import load_recipe, read_recipe, recipe_text
 from compressor.tasks import TASKS
 
 LAPTOP = recipe_text("sst2", "laptop")
@@ -105,7 +104,10 @@ def test_max_tokens_is_the_task_s_unless_given():
         ("student.heads=7", "student: hidden is 312; it must be a multiple of heads (7)"),
         ("distill=[]", "distill is []; tuple should have at least 1 item"),
         ("distill.1.objective=final", "distill.1.objective is 'final'; input should be 'intermediate' or 'prediction'"),
-        ('quantize.candidates=["int4"]', "quantize.candidates.0 is 'int4'; input should be 'dynamic' or 'static'"),
+        (
+            'quantize.candidates=["int4"]',
+            "quantize.candidates.0 is 'int4'; input should be 'static', 'static-percentile', ",
+        ),
         ("export.format=tflite", "export.format is 'tflite'; input should be 'onnx'"),
         ("publish=3", "publish is 3; input should be a valid dictionary"),
         ("task.name=sst", "task: unknown task 'sst'; did you mean 'sst2'?; a task of your own needs columns and label"),
@@ -114,11 +116,32 @@ def test_max_tokens_is_the_task_s_unless_given():
         ("student.layer_map=[1, 3, 2, 4]", "student: layer_map is [1, 3, 2, 4]; its entries must rise"),
         ("student.init=general", 'the recipe: student.init is "general" and the recipe has no [general]; add one'),
         ("general.epochs=1", "general.learning_rate is missing; general.source is missing"),
+        (
+            "adapt.epochs=1",
+            'the recipe: [adapt] makes the model of augment.masked_lm = "adapt", which is not set; set or',
+        ),
+        ("adapt.mask_probability=0.6", "adapt.mask_probability is 0.6; input should be less than or equal to 0.5"),
+        ("adapt.corpora=1", "unknown key 'adapt.corpora'; did you mean 'corpus'?"),
+        ("augment.max_disagreement=2", "augment.max_disagreement is 2; input should be less than or equal to 1"),
     ],
 )
 def test_a_mistake_is_named_by_key_value_and_rule(override, sentence):
     with pytest.raises(ConfigError, match=re.escape(f"recipe sst2 laptop: {sentence}")):
         laptop(override)
+
+
+def test_a_masked_lm_is_made_here_only_where_it_is_asked_for():
+    assert laptop().adaptation is None
+    assert laptop("augment.masked_lm=adapt").adaptation == AdaptConfig()
+    assert laptop("augment.masked_lm=adapt", "adapt.epochs=0.5").adaptation == AdaptConfig(epochs=0.5)
+
+
+def test_a_regression_has_no_labels_to_disagree_on():
+    text = recipe_text("stsb", "laptop") + '[augment]\ncopies = 1\nvectors = "x"\nregression = true\n'
+    given = 'corpus.source="x"', "augment.max_disagreement=0.5"
+    with pytest.raises(ConfigError, match=r"stsb is a regression, whose teacher has no labels; drop max_disagreement"):
+        read_recipe(text, given, name="mine")
+    assert read_recipe(text, given[:1], name="mine").augment.max_disagreement is None
 
 
 def test_all_mistakes_of_a_recipe_are_in_one_report():

@@ -17,17 +17,18 @@ from typing import Any
 import pytest
 
 from compressor import artifact, pipeline
-from compressor.config import BuildConfig, load_recipe
+from compressor.config import BuildConfig
 from compressor.errors import ArtifactError, SourceError
 from compressor.pipeline import finished, open_run, plan
+from compressor.recipe import load_recipe
 from compressor.steps import Where, steps
 from tests import tiny
 from tests.conftest import Line
 
 STEPS = [
     "1-corpus",
-    "2-augment",
-    "3-finetune",
+    "2-finetune",
+    "3-augment",
     "4-distill-intermediate",
     "5-distill-prediction",
     "6-export",
@@ -96,8 +97,34 @@ def test_steps_are_the_line_in_order(line: Line) -> None:
 
 def test_students_learn_from_the_augmented_rows(line: Line) -> None:
     found = {step.name: step for step in steps(config_of(line), Where(repository=line.repository))}
-    assert found["4-distill-intermediate"].parents["examples"] == "2-augment"
-    assert found["3-finetune"].parents == {"corpus": "1-corpus"}
+    assert found["4-distill-intermediate"].parents["examples"] == "3-augment"
+    assert found["2-finetune"].parents == {"corpus": "1-corpus"}
+
+
+def test_copies_are_judged_by_the_teacher(line: Line) -> None:
+    found = {step.name: step for step in steps(config_of(line), Where(repository=line.repository))}
+    assert found["3-augment"].parents == {"corpus": "1-corpus", "teacher": "2-finetune"}
+
+
+def test_a_masked_lm_made_here_is_a_step_before_the_augmentation(line: Line) -> None:
+    text = line.recipe.with_name("data") / "train.tsv"
+    overrides = ('augment.masked_lm="adapt"', f'adapt.corpus=["{text}"]')
+    found = steps(config_of(line, *overrides), Where(repository=line.repository))
+    assert [step.name for step in found][:5] == [
+        "1-corpus",
+        "2-finetune",
+        "3-adapt",
+        "4-augment",
+        STEPS[3].replace("4", "5"),
+    ]
+    adapt, augment = found[2:4]
+    assert (adapt.kind, adapt.parents) == ("masked-lm", {"corpus": "1-corpus"})
+    base = str(line.recipe.with_name("base"))
+    assert adapt.sources == {"finetune.base": base, "adapt.corpus.0": str(text)}
+    assert augment.parents == {"corpus": "1-corpus", "teacher": "2-finetune", "masked_lm": "3-adapt"}
+    assert "augment.masked_lm" not in augment.sources
+    other, _ = steps(config_of(line, *overrides, "adapt.epochs=2.0"), Where(repository=line.repository))[2:4]
+    assert other.key({"corpus": "c"}) != adapt.key({"corpus": "c"})
 
 
 def test_where_a_build_runs_decides_nothing(line: Line) -> None:
@@ -138,7 +165,7 @@ def test_everything_is_reused(line: Line) -> None:
         ("distill.0.epochs=3", 3),
         ("student.hidden=20", 3),
         ("corpus.undecided=0.4", 0),
-        ("task.max_tokens=24", 2),
+        ("task.max_tokens=24", 1),
         ("seed=8", 0),
     ],
 )
@@ -146,12 +173,12 @@ def test_a_changed_value_reruns_the_stages_after_it(line: Line, override: str, k
     assert reusable(line, override) == STEPS[:kept]
 
 
-def test_a_changed_teacher_leaves_the_augmented_rows(line: Line) -> None:
-    assert reusable(line, "finetune.epochs=7") == ["1-corpus", "2-augment"]
+def test_a_changed_teacher_reruns_the_augmentation_that_it_judges(line: Line) -> None:
+    assert reusable(line, "finetune.epochs=7") == ["1-corpus"]
 
 
 def test_a_changed_augmentation_leaves_the_teacher(line: Line) -> None:
-    assert reusable(line, "augment.copies=2") == ["1-corpus", "3-finetune"]
+    assert reusable(line, "augment.copies=2") == ["1-corpus", "2-finetune"]
 
 
 def test_changed_data_reruns_everything(line: Line, tmp_path: Path) -> None:
@@ -260,7 +287,7 @@ def test_a_killed_build_goes_on_and_ends_with_the_same_weights(line: Line, tmp_p
     run = tmp_path / "run"
     with started(line, run) as process:
         until(process, "train step 36")
-    assert not (run / "3-finetune").exists()
+    assert not (run / "2-finetune").exists()
 
     with started(line, run) as process:
         until(process, "going on from step")
@@ -270,8 +297,7 @@ def test_a_killed_build_goes_on_and_ends_with_the_same_weights(line: Line, tmp_p
         _, heard = process.communicate(timeout=200)
         assert process.returncode == 0, heard.decode()
     assert b"[1/8] corpus: cached" in heard
-    assert b"[2/8] augment: cached" in heard
-    assert weights(run, "3-finetune") == weights(line.run, "3-finetune")
+    assert weights(run, "2-finetune") == weights(line.run, "2-finetune")
     assert weights(run, "5-distill-prediction") == weights(line.run, "5-distill-prediction")
 
 
@@ -286,8 +312,8 @@ def test_ctrl_c_keeps_what_is_finished(line: Line, tmp_path: Path) -> None:
     assert heard.decode().splitlines()[-1].startswith("interrupted; finished stages are kept, and the same command")
     assert b"Traceback" not in heard
     planned = plan(steps(config_of(line), Where(repository=tmp_path / "repository")), run)
-    assert [item.step.name for item in planned if item.reusable] == STEPS[:2]
-    assert [item.step.name for item in planned if item.begun] == ["3-finetune"]
+    assert [item.step.name for item in planned if item.reusable] == STEPS[:1]
+    assert [item.step.name for item in planned if item.begun] == ["2-finetune"]
 
 
 @pytest.mark.slow

@@ -187,7 +187,7 @@ def test_few_blocks_of_a_large_text_are_held_out(
 def test_too_little_text_is_refused(tokenizer: Any, tmp_path: Path, content: str, found: str) -> None:
     file = write(tmp_path / "a.txt", content)
     for _ in range(2):  # nothing is left that looks finished
-        with pytest.raises(DataError, match=f"a.txt', whose {found}.*; give more text"):
+        with pytest.raises(DataError, match=f"a.txt': its {found}.*; give more text"):
             pack(file, tokenizer)
 
 

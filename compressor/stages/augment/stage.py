@@ -1,138 +1,143 @@
-"""The augment stage: for each training row the original, then up to `copies` others with some words replaced."""
+"""The augment stage: for each training row the original, then `copies` others with some words replaced."""
 
 from __future__ import annotations
 
-import random
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable
 from pathlib import Path
-
-from datasets import Dataset
+from typing import Any
 
 from compressor import artifact
-from compressor.artifact import Artifact
+from compressor.artifact import CHECKPOINT, Artifact, Draft
 from compressor.config import AugmentConfig
-from compressor.dataset import Example, read_examples, task_of, texts_of, write_examples
+from compressor.dataset import task_of
 from compressor.errors import ConfigError
 from compressor.progress import Progress
-from compressor.stages.augment.candidates import MaskedLM, Vectors, load_masked_lm, load_vectors
-from compressor.stages.augment.words import Word, eligible_words, replaced
+from compressor.sources import check, model_folder
+from compressor.stages.augment.blocks import Blocks, Numbers, join, write_answers, write_rows
+from compressor.stages.augment.quality import Teacher, judge
+from compressor.stages.augment.words import load_stop_words
+from compressor.stages.augment.workers import Workers
 
-TRIES_PER_COPY = 3  # draws that come out equal to an earlier row are drawn again this often
-ROWS_AT_ONCE = 1000  # whose candidates are in memory together
-Candidates = list[tuple[Word, list[str]]]
-"""Of one text: the words that can be replaced, and by what."""
+TRAIN = "train.arrow"
+COPIES = "copies.arrow"
+"""For each row of train.arrow how many words were replaced: columns by_masked_lm and by_vectors; an original has 0."""
 
 
-def augment(config: AugmentConfig, examples: Artifact, *, seed: int, key: str, out: Path) -> Artifact:
-    """Write `train` rows, augmented; labels are copied, and `origin` names the row each was made from.
+def augment_examples(
+    config: AugmentConfig,
+    examples: Artifact,
+    *,
+    masked_lm: Artifact | None = None,
+    teacher: Artifact | None = None,
+    max_tokens: int | None = None,
+    seed: int,
+    key: str,
+    out: Path,
+    processes: int = 1,
+    device: str = "auto",
+) -> Artifact:
+    """Write the `train` rows, augmented; labels are copied, and `origin` names the row each was made from.
 
-    The result depends on the seed and the rows alone: each row has a random stream of its own. Raises ConfigError for
-    a regression, SourceError if vectors or model cannot be had.
+    `masked_lm` is the model that config.masked_lm "adapt" stands for. `teacher` judges the copies of a classification,
+    each cut to `max_tokens` (or the task's own limit), and is needed to drop some: `quality.judge`. What is written
+    depends on the rows, the settings and the seed: not on the number of processes, nor on interruptions. Raises
+    ConfigError for a regression, unless the settings ask for one, and SourceError or ModelError if vectors or a model
+    cannot be had.
     """
     task = task_of(examples)
-    if task.is_regression:
+    if task.is_regression and not config.regression:
         raise ConfigError(
-            f"augment: {task.name} is a regression, whose scores would be copied to changed texts; drop [augment]"
+            f"augment: {task.name} is a regression, whose scores would be copied to changed texts; drop [augment], or "
+            "set augment.regression = true"
         )
-    vectors = load_vectors(config.vectors)
-    masked_lm = load_masked_lm(config.masked_lm) if config.masked_lm else None
-    rows = read_examples(examples.path / "train.arrow")
+    if config.max_disagreement is not None and (teacher is None or task.is_regression):
+        raise ConfigError(
+            f"augment.max_disagreement is {config.max_disagreement}, and there is no teacher that gives labels; give "
+            "one, or drop the key"
+        )
     section = {**config.model_dump(), "task": task.model_dump(mode="json")}
-    with artifact.write(out, "examples", key=key, section=section, parents={"corpus": examples}) as draft:
-        counter = Counter()
-        augmented = _augmented_rows(config, rows, vectors, masked_lm, seed, counter)
-        count = write_examples(draft.path / "train.arrow", augmented, task)
-        asked = len(rows) * (1 + config.copies)
-        draft.metrics.update(
-            original_rows=len(rows),
-            rows=count,
-            asked_rows=asked,
-            missing_rows=asked - count,
-            replaced_words_per_copy=counter.replaced / max(1, count - len(rows)),
-            rows_without_words=counter.without_words,
-        )
+    parents = {"corpus": examples}
+    if teacher is not None:
+        parents["teacher"] = teacher
+    if masked_lm is not None:
+        parents["masked_lm"] = masked_lm
+        config = config.model_copy(update={"masked_lm": str(masked_lm.path)})
+    check(config.vectors, what="augment.vectors")
+    if config.masked_lm is not None:
+        check(config.masked_lm, what="augment.masked_lm")
+    load_stop_words(config.stop_words)
+    with artifact.write(out, "examples", key=key, section=section, parents=parents, together=True) as draft:
+        blocks = Blocks.of(examples.path / TRAIN, draft.path / CHECKPOINT, task, seed)
+        make_rows(config, blocks, draft, processes=processes, device=device)
+        if draft.world is None or draft.world.is_leader:
+            asked = None
+            if teacher is not None and not task.is_regression:
+                asked = Teacher(teacher.path, task, max_tokens or task.max_tokens, device)
+            judged = judge(
+                draft.path,
+                task,
+                teacher=asked,
+                masked_lm=model_folder(config.masked_lm, what="augment.masked_lm") if config.masked_lm else None,
+                max_disagreement=config.max_disagreement,
+                seed=seed,
+            )
+            draft.metrics.update(judged, rows=draft.metrics["rows"] - judged.get("dropped_rows", 0))
     return Artifact.open(out, kind="examples")
 
 
-class Counter:
-    """What happened, for the report."""
+def make_rows(config: AugmentConfig, blocks: Blocks, draft: Draft, *, processes: int, device: str) -> None:
+    """Write TRAIN and COPIES, and what was counted, into the draft.
 
-    replaced = 0
-    without_words = 0
-
-
-def _augmented_rows(
-    config: AugmentConfig, rows: Dataset, vectors: Vectors, masked_lm: MaskedLM | None, seed: int, counter: Counter
-) -> Iterator[Example]:
-    words = {word.text.casefold() for block in _blocks(rows) for text in _texts(block) for word in eligible_words(text)}
-    near = vectors.neighbours(sorted(words), config.candidates)
-    row, progress = 0, Progress("augmented rows", total=len(rows))
-    for block in _blocks(rows):
-        candidates = find_candidates(config, _texts(block), near, masked_lm)
-        for texts, label in zip(texts_of(block), block["label"], strict=True):
-            yield Example(texts, label, row)
-            found = [candidates[text] for text in texts]
-            counter.without_words += not any(found)
-            for copy, count in copies_of(texts, found, config, random.Random(f"{seed}-{row}")):
-                counter.replaced += count
-                yield Example(copy, label, row)
-            row += 1
-        progress.advance(len(block))
-    progress.close()
-
-
-def _blocks(rows: Dataset) -> Iterator[Dataset]:
-    starts = range(0, len(rows), ROWS_AT_ONCE)
-    return (rows.select(range(start, min(start + ROWS_AT_ONCE, len(rows)))) for start in starts)
-
-
-def _texts(block: Dataset) -> list[str]:
-    """All texts of some rows, each once: premises of GLUE stand in several pairs."""
-    return list(dict.fromkeys(text for texts in texts_of(block) for text in texts))
-
-
-def find_candidates(
-    config: AugmentConfig, texts: Sequence[str], near: Mapping[str, list[str]], masked_lm: MaskedLM | None
-) -> dict[str, Candidates]:
-    """Replacements of each text's words: by the masked LM where a word is one piece, else from the `near` ones."""
-    words = {text: eligible_words(text) for text in texts}
-    by_model: dict[tuple[str, int], list[str]] = {}
-    if masked_lm is not None:
-        one_piece = {
-            word: masked_lm.is_one_piece(word) for word in {word.text for found in words.values() for word in found}
-        }
-        places = [(text, word) for text, found in words.items() for word in found if one_piece[word.text]]
-        answers = masked_lm.candidates(places, config.candidates)
-        by_model = {(text, word.start): answer for (text, word), answer in zip(places, answers, strict=True)}
-    result = {}
-    for text, found in words.items():
-        both = [(word, by_model.get((text, word.start)) or near[word.text.casefold()]) for word in found]
-        result[text] = [(word, answers) for word, answers in both if answers]
-    return result
-
-
-def copies_of(
-    texts: tuple[str, ...], candidates: Sequence[Candidates], config: AugmentConfig, stream: random.Random
-) -> Iterator[tuple[tuple[str, ...], int]]:
-    """Up to `config.copies` distinct rows other than `texts`, each with the number of words replaced in it.
-
-    `candidates` are of each text. In a copy of a pair one text varies and the other stays as it is; they take turns,
-    and which one begins is drawn.
+    What an interrupted run had finished is kept. If processes were started together, each does its share.
     """
-    sides = [side for side, found in enumerate(candidates) if found]
-    turn = stream.randrange(2) if len(sides) == 2 else 0
-    seen, made = {texts}, 0
-    for number in range(config.copies * TRIES_PER_COPY if sides else 0):
-        if made == config.copies:
-            return
-        side = sides[(turn + number) % len(sides)]
-        choices = [
-            (word, stream.choice(answers))
-            for word, answers in candidates[side]
-            if stream.random() < config.replace_probability
-        ]
-        copy = (*texts[:side], replaced(texts[side], choices), *texts[side + 1 :])
-        if copy not in seen:
-            seen.add(copy)
-            made += 1
-            yield copy, len(choices)
+    first_N = blocks.first_places() if config.masked_lm else None
+    with Workers(config, processes=processes, device=device) as workers:
+        if first_N is not None:
+            _done("masked words", write_answers, blocks, blocks.answers_file, first_N, workers, draft)
+        _done("augmented rows", write_rows, blocks, blocks.facts_file, first_N, workers, draft)
+    if draft.world is None or draft.world.is_leader:
+        facts = join(blocks, draft.path / TRAIN, draft.path / COPIES)
+        draft.peak_memory_gb = facts["peak_memory_gb"]
+        draft.metrics.update(metrics_of(facts, blocks.rows, config.copies))
+
+
+def metrics_of(facts: dict[str, Any], originals: int, copies: int) -> dict[str, Any]:
+    """What was counted, for the report."""
+    asked = originals * (1 + copies)
+    replaced = facts["by_masked_lm"] + facts["by_vectors"]
+    return {
+        "original_rows": originals,
+        "rows": facts["rows"],
+        "asked_rows": asked,
+        "missing_rows": asked - facts["rows"],
+        "duplicates": facts["duplicates"],
+        "replaced_words_per_copy": replaced / max(1, facts["rows"] - originals),
+        "share_by_masked_lm": facts["by_masked_lm"] / max(1, replaced),
+        "share_by_vectors": facts["by_vectors"] / max(1, replaced),
+        "rows_without_words": facts["rows_without_words"],
+    }
+
+
+def _done(
+    what: str,
+    work: Callable[..., None],
+    blocks: Blocks,
+    file: Callable[[int], Path],
+    first_N: Numbers | None,
+    workers: Workers,
+    draft: Draft,
+) -> None:
+    """Do the work of every block whose file is not there yet."""
+    world = draft.world
+    missing = [block for block in range(len(blocks)) if not file(block).is_file()]
+    rank, size = 0, 1
+    if world is not None:
+        missing, rank, size = world.broadcast(missing), world.rank, world.size
+    mine = missing[rank::size]
+    progress = Progress(what, total=blocks.rows, start=blocks.rows - min(blocks.rows, len(missing) * blocks.size))
+    jobs = ((blocks, block, None if first_N is None else blocks.of_block(first_N, block)) for block in mine)
+    for _ in workers.results(work, jobs):
+        progress.advance(min(blocks.rows, blocks.size * size))
+    progress.close()
+    if world is not None:
+        world.barrier()

