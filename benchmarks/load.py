@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -18,7 +19,7 @@ WARMUP_REQUESTS = 3
 
 @dataclass(frozen=True, kw_only=True)
 class Load:
-    """Clients that each send the next request when the last one is answered, one text per request."""
+    """Clients that each send the next request when the last one is answered, `batch` texts per request."""
 
     url: str
     """host:port of gRPC."""
@@ -30,6 +31,8 @@ class Load:
     """How long new requests are sent."""
     seed: int
     """Decides the order of the texts of each client."""
+    batch: int = 1
+    """Texts in each request."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +58,8 @@ def closed_loop(load: Load, texts: Sequence[str | tuple[str, str]]) -> Answered:
         began = time.perf_counter()
 
         def one_client(number: int) -> Answered:
-            return _send(clients[number], [texts[row] for row in orders[number]], began + load.seconds)
+            mine = [texts[row] for row in orders[number]]
+            return _send(clients[number], mine, load.batch, began + load.seconds)
 
         with ThreadPoolExecutor(load.concurrency) as threads:
             parts = list(threads.map(one_client, range(load.concurrency)))
@@ -64,16 +68,15 @@ def closed_loop(load: Load, texts: Sequence[str | tuple[str, str]]) -> Answered:
     return Answered(times_ms, [failure for part in parts for failure in part.failures], seconds)
 
 
-def _send(client: Client, texts: Sequence[str | tuple[str, str]], end: float) -> Answered:
+def _send(client: Client, texts: Sequence[str | tuple[str, str]], batch: int, end: float) -> Answered:
     """One client: text after text, from the start again after the last, until `end`."""
     answered = Answered()
-    number = 0
+    endless = itertools.cycle(texts)
     while (start := time.perf_counter()) < end:
         try:
-            client.classify([texts[number % len(texts)]])
+            client.classify(list(itertools.islice(endless, batch)))
         except ServingError as error:
             answered.failures.append(f"{type(error).__name__}: {error}")
         else:
             answered.times_ms.append((time.perf_counter() - start) * 1000)
-        number += 1
     return answered

@@ -8,12 +8,15 @@ import sys
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
 from compressor.errors import ConfigError
 from compressor.options import JsonOption
+
+if TYPE_CHECKING:
+    from serving.operations import Change
 
 
 def serve(
@@ -21,15 +24,24 @@ def serve(
     http_port: Annotated[int, typer.Option("--http-port", min=1, max=65535)] = 8000,
     grpc_port: Annotated[int, typer.Option("--grpc-port", min=1, max=65535)] = 8001,
     metrics_port: Annotated[int, typer.Option("--metrics-port", min=1, max=65535)] = 8002,
+    host: Annotated[
+        str, typer.Option("--host", help="Address to listen on; another than loopback lets other machines in.")
+    ] = "127.0.0.1",
     timeout_s: Annotated[float, typer.Option("--timeout", help="Seconds to wait for the models.")] = 120.0,
-    log: Annotated[Path | None, typer.Option("--log", help="File for the server's log.")] = None,
+    log: Annotated[Path | None, typer.Option("--log", help="File for the server's log, a JSON object a line.")] = None,
 ) -> None:
-    """Start Triton on loopback, wait until every model is ready, and serve until Ctrl-C."""
+    """Start Triton on loopback, wait until every model is ready, and serve until Ctrl-C.
+
+    A server that dies, or loses the process of a model, is started again; one that dies five times within a minute is
+    given up. `compressor status`, `deploy` and `rollback` work on a server that is started like this.
+    """
     from serving.repository import read
     from serving.runtime import TritonServer
 
     names = read(repository)
-    server = TritonServer(repository, http_port=http_port, grpc_port=grpc_port, metrics_port=metrics_port, log=log)
+    server = TritonServer(
+        repository, http_port=http_port, grpc_port=grpc_port, metrics_port=metrics_port, host=host, log=log
+    )
     signal.signal(signal.SIGTERM, _interrupt)
     try:
         server.start()
@@ -47,6 +59,96 @@ def serve(
 def _interrupt(number: int, frame: object) -> None:
     """Let SIGTERM, by which service managers and scripts stop a server, end it the same way as Ctrl-C."""
     raise KeyboardInterrupt
+
+
+def verify(
+    repository: Annotated[Path, typer.Argument(help="Model repository, of any origin.")] = Path("model_repository"),
+    release: Annotated[
+        str | None,
+        typer.Option("--release", help="Triton container that will serve it; the embedded server if not given."),
+    ] = None,
+    gpus: Annotated[int | None, typer.Option("--gpus", min=0, help="GPUs it will find; those of this machine.")] = None,
+    url: Annotated[
+        str | None, typer.Option("--url", help="host:port (gRPC) of a server of this repository: compare it as well.")
+    ] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Check a model repository before a server is started; fails if a server would refuse it or answer wrongly.
+
+    Names, shapes, types, batch sizes, labels, warm-up files, versions, graphs against configurations and against what
+    the server's ONNX Runtime reads, checksums. With --url also what runs, and its answers.
+    """
+    from serving.errors import RepositoryError
+    from serving.online import verify_served
+    from serving.verify import verify as verify_repository
+
+    findings = verify_repository(repository, release=release, gpus=gpus)
+    if url is not None and not findings:
+        findings = verify_served(repository, url)
+    if as_json:
+        typer.echo(json.dumps([finding._asdict() for finding in findings]))
+    for model, place, fault in [] if as_json else findings:
+        typer.echo(f"{model or repository.name:<20} {place:<20} {fault}")
+    if findings:
+        raise RepositoryError(f"model repository {repository} has {len(findings)} faults; correct or publish it again")
+    if not as_json:
+        typer.echo(f"{repository}: nothing is wrong")
+
+
+UrlOption = Annotated[str, typer.Option("--url", help="host:port (gRPC) of a server that `compressor serve` started.")]
+ModelOption = Annotated[str, typer.Option("--model", help="Model that takes texts.")]
+
+
+def status(url: UrlOption = "127.0.0.1:8001", as_json: JsonOption = False) -> None:
+    """Show what a running server serves: versions, states, texts answered, mean times."""
+    from serving import operations
+    from serving.control import find_control
+
+    rows = operations.status(find_control(url))
+    if as_json:
+        typer.echo(json.dumps(rows))
+        return
+    typer.echo(
+        f"{'model':<24}{'version':>8}{'newest':>8}  {'state':<12}{'texts':>10}{'failed':>8}{'queue':>9}{'total':>9} ms"
+    )
+    for row in rows:
+        times = [f"{row[name]:.2f}" if row[name] is not None else "-" for name in ("queue_ms", "total_ms")]
+        typer.echo(
+            f"{row['model']:<24}{row['version'] or '-':>8}{row['published'] or '-':>8}  {row['state']:<12}"
+            f"{row['texts']:>10}{row['failed']:>8}{times[0]:>10}{times[1]:>10}"
+        )
+
+
+def deploy(model: ModelOption = "sst2", url: UrlOption = "127.0.0.1:8001", as_json: JsonOption = False) -> None:
+    """Make a running server answer with the newest published version of a model; no request fails meanwhile.
+
+    The version is checked, loaded beside, and asked its stored texts first. If it is not fit it is withdrawn, the old
+    one goes on, and the command fails with 3 if answers were wrong.
+    """
+    from serving import operations
+    from serving.control import find_control
+
+    _show_change(operations.deploy(find_control(url), model), as_json=as_json)
+
+
+def rollback(model: ModelOption = "sst2", url: UrlOption = "127.0.0.1:8001", as_json: JsonOption = False) -> None:
+    """Withdraw the newest version of a model, and make a running server answer with the one before."""
+    from serving import operations
+    from serving.control import find_control
+
+    _show_change(operations.rollback(find_control(url), model), as_json=as_json)
+
+
+def _show_change(change: Change, *, as_json: bool) -> None:
+    if as_json:
+        typer.echo(json.dumps(asdict(change)))
+    elif change.before == change.after:
+        typer.echo(f"{change.model} answers with version {change.after} already")
+    else:
+        typer.echo(
+            f"{change.model} answers with version {change.after}, before with {change.before}; "
+            f"{change.smoked} stored texts were answered as they must be"
+        )
 
 
 def classify(

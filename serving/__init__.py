@@ -14,6 +14,7 @@ from serving.errors import (
     RepositoryError,
     RequestError,
     ServingError,
+    SmokeError,
     StartError,
     UnavailableError,
 )
@@ -35,6 +36,7 @@ __all__ = [
     "RequestError",
     "ServedModel",
     "ServingError",
+    "SmokeError",
     "StartError",
     "Text",
     "TritonServer",

@@ -3,16 +3,21 @@
 `Client` talks to Triton; `FakeClient` answers in process, for the tests of programs that use a `Classifier`.
 """
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Protocol, Self, assert_never
 
-from serving.errors import RequestError, ServingError
+from serving.errors import RequestError, ServingError, UnavailableError
 from serving.model import Text
 
 if TYPE_CHECKING:
     from serving.transport import ModelFacts, Transport
+
+
+FIRST_PAUSE_S = 0.1
+"""Pause before the first retry; it doubles each time."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,6 +39,13 @@ class Classification:
     probabilities: dict[str, float]
     """The probability of each label, in the order of the model's labels; they sum to 1."""
 
+    is_truncated: bool = False
+    """Whether the text was longer than the model reads, so that its end was not looked at."""
+
+    def top(self, count: int) -> list[tuple[str, float]]:
+        """Return the `count` most probable labels, each with its probability, the most probable first."""
+        return sorted(self.probabilities.items(), key=lambda item: -item[1])[:count]
+
 
 @dataclass(frozen=True, kw_only=True)
 class Regression:
@@ -47,6 +59,9 @@ class Regression:
 
     value: float
     """The number, on the scale of the labels that the model was trained on."""
+
+    is_truncated: bool = False
+    """Whether the text was longer than the model reads, so that its end was not looked at."""
 
 
 Answer = Classification | Regression
@@ -91,21 +106,25 @@ class Client:
         url: str,
         *,
         model: str = "sst2",
+        version: int | None = None,
         protocol: Literal["http", "grpc"] = "grpc",
         timeout_s: float = 10.0,
+        retries: int = 0,
     ) -> None:
         """Prepare a connection to `url`, host:port of the protocol; one request may take `timeout_s` seconds.
 
+        A request that found no server, or one that cannot answer now, is sent up to `retries` times more, after 0.1,
+        0.2, 0.4 ... seconds: to ask twice changes nothing on the server. What was refused, or late, is not sent again.
+        `version` asks for one version of the model; None takes the one that the server serves to everybody.
+
         Raises ServingError if the address or the time is wrong, or if the client library is not installed.
         """
-        scheme, _, rest = url.rpartition("://")
-        address = rest.rstrip("/")
-        if scheme not in ("", protocol) or ":" not in address or "/" in address:
-            raise ServingError(f"server address {url!r} with protocol {protocol}; write host:port, like 127.0.0.1:8001")
-        if not timeout_s > 0:
-            raise ServingError(f"timeout_s is {timeout_s}; it must be more than 0 seconds")
-        self._model = model
+        address = address_of(url, protocol, timeout_s)
+        self._model, self._retries = model, retries
         self._transport: Transport = _open(protocol, address, timeout_s)
+        from serving.transport import Served
+
+        self._served = Served(model, "" if version is None else str(version))
         self._facts: ModelFacts | None = None
 
     @property
@@ -126,11 +145,11 @@ class Client:
         model reads them: single or pairs), UnavailableError if no server answers or its queue is full, and
         DeadlineError if a request takes longer than `timeout_s`.
         """
-        raw = _encode_all(texts)
+        raw = encode_all(texts)
         if not raw:
             return []
         facts = self._known()
-        _check_pairs(texts, self._model, facts.is_pair)
+        check_pairs(texts, self._model, facts.is_pair)
         found: list[Answer] = []
         for start in range(0, len(raw), facts.max_batch_size):
             stop = start + facts.max_batch_size
@@ -144,7 +163,7 @@ class Client:
 
     def is_ready(self) -> bool:
         """Say whether the server and the model are ready; False if no server answers."""
-        return self._transport.is_ready(self._model)
+        return self._transport.is_ready(self._served)
 
     def close(self) -> None:
         """Close the connection."""
@@ -161,20 +180,21 @@ class Client:
         self.close()
 
     def _request(self, facts: "ModelFacts", texts: Sequence[Text], raw: Sequence[tuple[bytes, ...]]) -> list[Answer]:
-        names = ("TEXT", "TEXT_PAIR") if facts.is_pair else ("TEXT",)
-        inputs = dict(zip(names, zip(*raw, strict=True), strict=True))
-        if not facts.labels:
-            (values,) = self._transport.infer(self._model, inputs, ("VALUE",))
-            return [_regression(text, value) for text, (value,) in zip(texts, values, strict=True)]
-        columns = self._transport.infer(self._model, inputs, ("LABEL", "SCORE", "PROBABILITIES"))
-        return [
-            _classification(text, label.decode("utf-8"), score, dict(zip(facts.labels, row, strict=True)))
-            for text, (label,), (score,), row in zip(texts, *columns, strict=True)
-        ]
+        inputs, outputs = asked(facts, raw)
+        pause_s = FIRST_PAUSE_S
+        for left in reversed(range(self._retries + 1)):
+            try:
+                return answers(facts, texts, self._transport.infer(self._served, inputs, outputs))
+            except UnavailableError:
+                if not left:
+                    raise
+            time.sleep(pause_s)
+            pause_s *= 2
+        raise AssertionError("the last try returns or raises")
 
     def _known(self) -> "ModelFacts":
         if self._facts is None:
-            self._facts = self._transport.facts(self._model)
+            self._facts = self._transport.facts(self._served)
         return self._facts
 
 
@@ -217,8 +237,8 @@ class FakeClient:
 
     def classify(self, texts: Sequence[Text]) -> list[Answer]:
         """Return one answer for each text or pair, in order; raise RequestError as `Client` does."""
-        _encode_all(texts)
-        _check_pairs(texts, "fake", self._pair)
+        encode_all(texts)
+        check_pairs(texts, "fake", self._pair)
         self.calls.append(tuple(texts))
         return [self._answer(text) for text in texts]
 
@@ -254,6 +274,38 @@ class FakeClient:
         return _regression(text, float(answer))
 
 
+def address_of(url: str, protocol: str, timeout_s: float) -> str:
+    """Return host:port of a server's address; raise ServingError if it, or the time, is none."""
+    scheme, _, rest = url.rpartition("://")
+    address = rest.rstrip("/")
+    if scheme not in ("", protocol) or ":" not in address or "/" in address:
+        raise ServingError(f"server address {url!r} with protocol {protocol}; write host:port, like 127.0.0.1:8001")
+    if not timeout_s > 0:
+        raise ServingError(f"timeout_s is {timeout_s}; it must be more than 0 seconds")
+    return address
+
+
+def asked(facts: "ModelFacts", raw: Sequence[tuple[bytes, ...]]) -> tuple[dict[str, Sequence[bytes]], tuple[str, ...]]:
+    """Return the inputs of a request for these texts, by name, and the outputs to ask for."""
+    names = ("TEXT", "TEXT_PAIR") if facts.is_pair else ("TEXT",)
+    inputs: dict[str, Sequence[bytes]] = dict(zip(names, zip(*raw, strict=True), strict=True))
+    # The label and its score are in the probabilities, and each output costs the server time.
+    return inputs, ("PROBABILITIES" if facts.labels else "VALUE", "TRUNCATED")
+
+
+def answers(facts: "ModelFacts", texts: Sequence[Text], columns: Sequence[list[list[Any]]]) -> list[Answer]:
+    """Return the answers that the outputs of a request hold."""
+    found: list[Answer] = []
+    for text, row, (is_cut,) in zip(texts, *columns, strict=True):
+        if not facts.labels:
+            found.append(_regression(text, row[0], is_cut))
+            continue
+        score = max(row)
+        probabilities = dict(zip(facts.labels, row, strict=True))
+        found.append(_classification(text, facts.labels[row.index(score)], score, probabilities, is_cut))
+    return found
+
+
 def _open(protocol: Literal["http", "grpc"], address: str, timeout_s: float) -> "Transport":
     # Loaded here, so that a program that only uses the fake or the types needs no client library.
     try:
@@ -271,21 +323,25 @@ def _open(protocol: Literal["http", "grpc"], address: str, timeout_s: float) -> 
             assert_never(other)
 
 
-def _classification(text: Text, label: str, score: float, probabilities: dict[str, float]) -> Classification:
+def _classification(
+    text: Text, label: str, score: float, probabilities: dict[str, float], is_truncated: bool = False
+) -> Classification:
     first, second = _parts(text)
-    return Classification(text=first, pair=second, label=label, score=score, probabilities=probabilities)
+    return Classification(
+        text=first, pair=second, label=label, score=score, probabilities=probabilities, is_truncated=is_truncated
+    )
 
 
-def _regression(text: Text, value: float) -> Regression:
+def _regression(text: Text, value: float, is_truncated: bool = False) -> Regression:
     first, second = _parts(text)
-    return Regression(text=first, pair=second, value=value)
+    return Regression(text=first, pair=second, value=value, is_truncated=is_truncated)
 
 
 def _parts(text: Text) -> tuple[str, str | None]:
     return text if isinstance(text, tuple) else (text, None)
 
 
-def _check_pairs(texts: Sequence[Text], model: str, is_pair: bool) -> None:
+def check_pairs(texts: Sequence[Text], model: str, is_pair: bool) -> None:
     """Raise RequestError unless each text is a pair, or none is."""
     for index, text in enumerate(texts):
         if isinstance(text, tuple) and not is_pair:
@@ -294,7 +350,7 @@ def _check_pairs(texts: Sequence[Text], model: str, is_pair: bool) -> None:
             raise RequestError(f"text {index} is a single one and model {model} reads pairs; send (first, second)")
 
 
-def _encode_all(texts: Sequence[Text]) -> list[tuple[bytes, ...]]:
+def encode_all(texts: Sequence[Text]) -> list[tuple[bytes, ...]]:
     """Return texts or pairs as UTF-8; raise RequestError if one is none, or cannot be encoded."""
     if isinstance(texts, str):
         raise RequestError("texts is one str; pass a list of them: [text]")

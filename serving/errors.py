@@ -6,6 +6,7 @@ ServingError            anything below, one sentence that names the thing, its v
 +-- StartError          a server cannot start, or died
 +-- UnavailableError    no server answers, or it takes no more requests now; the same request may succeed later
 +-- RequestError        this request is wrong; sending it again gives the same answer
++-- SmokeError          a new version answers other than its files did when they were published
 +-- DeadlineError       an answer, or a start, took longer than the caller allows
 """
 
@@ -35,6 +36,13 @@ class UnavailableError(ServingError):
 
 class RequestError(ServingError):
     """The request is wrong, here or by the server's own word; sending it again gives the same answer."""
+
+
+class SmokeError(ServingError):
+    """A version that was to be deployed answers other than it must; the one before goes on."""
+
+    exit_code = 3
+    """A gate failed."""
 
 
 class DeadlineError(ServingError):

@@ -68,6 +68,9 @@ class ServedModel:
     max_batch_size: int = 64
     """Most texts that run as one batch, and the most that one request may hold."""
 
+    max_batch_tokens: int = 8192
+    """Most tokens, padding included, that run as one batch: it bounds the memory that long texts take."""
+
     intra_op_threads: int | None = None
     """Threads of each instance; None shares the cores that are really available among the instances."""
 
@@ -76,6 +79,10 @@ class ServedModel:
 
     warmup_texts: tuple[Text, ...] = ()
     """Real texts, or pairs, that run before the server says that it is ready; () starts cold."""
+
+    response_cache: bool = False
+    """Whether the server keeps answers, and gives them again to the very same request without asking the model. It is
+    worth it where texts repeat; where they do not, it only costs time."""
 
     queue: Queue = Queue()
     """How requests wait."""
@@ -106,6 +113,7 @@ class ServedModel:
                 raise ModelError(f"model {self.name}: warm-up text {text!r} must be {rule}: pair is {self.pair}")
         for field, value in (
             ("max_batch_size", self.max_batch_size),
+            ("max_batch_tokens", self.max_batch_tokens),
             ("intra_op_threads", self.intra_op_threads),
             ("instances", self.instances),
         ):

@@ -5,22 +5,27 @@
                       opens the graph of the same version of sst2_student
       sst2_student/   token ids in -> logits; holds model.onnx
       sst2_teacher/   text in, like sst2, with a graph of its own; optional
+      sst2_cascade/   text in, like sst2: asks sst2, and sst2_teacher where that one is unsure; optional
 
 `versions` says what a model folder looks like inside.
 """
 
 import fcntl
 import hashlib
+import json
 import os
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import asdict
 from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from serving import versions
+from serving.cascade import Cascade
 from serving.errors import ModelError, RepositoryError
+from serving.inprocess import Files
 from serving.model import ServedModel
 from serving.sources import Source, read_source
 from serving.versions import MARKER, PARTIAL, Content, read_marker
@@ -28,19 +33,25 @@ from serving.versions import MARKER, PARTIAL, Content, read_marker
 if TYPE_CHECKING:
     from serving import triton
 
+EXPECTED = "expected.json"
+"""In the version folder of a model that takes texts: its warm-up texts, and what they were answered when published."""
+
 _BATCH_ROWS = 8
 """Rows of the warm-up request that stands for a batch."""
 
 
-def write(student: ServedModel, root: Path, *, teacher: ServedModel | None = None) -> tuple[Path, ...]:
-    """Publish a student, and a teacher to compare it with; return the served version folders, entry, student, teacher.
+def write(
+    student: ServedModel, root: Path, *, teacher: ServedModel | None = None, cascade: Cascade | None = None
+) -> tuple[Path, ...]:
+    """Publish a student, a teacher to compare it with, and a cascade of both; return the served version folders.
 
+    They come sorted by name: entry, cascade, student, teacher.
     The same content published again changes nothing; other content becomes the next version, and the older ones stay.
     The entry model and its student always carry the same number. Every folder appears by a rename, complete or not at
     all. Raises ModelError if a file cannot be served, and RepositoryError if a folder was not written by this function
     or the disk refuses; nothing half-written is left.
     """
-    contents = _contents(student, teacher)
+    contents = _contents(student, teacher, cascade)
     try:
         root.mkdir(parents=True, exist_ok=True)
         with _locked(root):
@@ -71,7 +82,7 @@ def read(root: Path) -> tuple[str, ...]:
         markers = {path.name: marker for path in _folders(root) if (marker := read_marker(path))}
         if not markers:
             raise RepositoryError(f"model repository {root} holds no model that compressor published; {remedy}")
-        faults = [fault for name in markers for fault in versions.faults(root / name)] + _unpaired(root, markers)
+        faults = [fault for name in markers for fault in versions.faults(root / name)] + unpaired(root, markers)
     except OSError as error:
         raise RepositoryError(f"cannot read the model repository {root}: {error.strerror or error}") from error
     if faults:
@@ -107,8 +118,8 @@ def rollback(root: Path, name: str) -> int:
         ) from error
 
 
-def _unpaired(root: Path, markers: Mapping[str, Mapping[str, str]]) -> list[str]:
-    """Return each student without its entry model, and each pair whose versions differ."""
+def unpaired(root: Path, markers: Mapping[str, Mapping[str, str]]) -> list[str]:
+    """Return each student without its entry model, and each pair whose versions differ, each as half a sentence."""
     pairs = {marker["student"]: name for name, marker in markers.items() if marker["role"] == "entry"}
     students = {name for name, marker in markers.items() if marker["role"] == "student"}
     found = [f"{name} has no entry model beside it" for name in sorted(students - set(pairs))]
@@ -119,7 +130,7 @@ def _unpaired(root: Path, markers: Mapping[str, Mapping[str, str]]) -> list[str]
     return found
 
 
-def _contents(student: ServedModel, teacher: ServedModel | None) -> list[Content]:
+def _contents(student: ServedModel, teacher: ServedModel | None, cascade: Cascade | None) -> list[Content]:
     """Return what to publish, the entry model last: what it opens must be there before it."""
     runner_name, teacher_name = f"{student.name}_student", f"{student.name}_teacher"
     source = read_source(student)
@@ -133,7 +144,25 @@ def _contents(student: ServedModel, teacher: ServedModel | None) -> list[Content
         if teacher.pair != student.pair:
             raise ModelError(f"teacher has pair {teacher.pair} but student {student.pair}; they cannot be compared")
         found.append(_teacher(teacher, read_source(teacher), teacher_name))
-    return [*found, _entry(student, source, runner)]
+    found.append(_entry(student, source, runner))
+    if cascade is not None:
+        if teacher is None or not student.labels:
+            raise ModelError(f"{student.name} can have no cascade: that takes a teacher, and labels to be sure of")
+        found.append(_cascade(student, teacher, teacher_name, cascade))
+    return found
+
+
+def _cascade(student: ServedModel, teacher: ServedModel, teacher_name: str, cascade: Cascade) -> Content:
+    from serving import triton
+
+    config = triton.cascade_config(student, teacher, teacher_name=teacher_name, threshold=cascade.threshold)
+    facts = json.dumps(asdict(cascade), indent=1).encode()
+    return Content(
+        name=config.name,
+        marker={"role": "cascade"},
+        files=_files(student, triton.to_text(config), "cascade.py") | {"cascade.json": facts},
+        warmup={},
+    )
 
 
 def _entry(model: ServedModel, source: Source, runner: Content) -> Content:
@@ -144,7 +173,7 @@ def _entry(model: ServedModel, source: Source, runner: Content) -> Content:
     return Content(
         name=model.name,
         marker={"role": "entry", "student": runner.name},
-        files=_files(model, triton.to_text(config), "model.py") | {"tokenizer.json": model.tokenizer},
+        files=_text_files(model, triton.to_text(config), source),
         warmup=warmup,
         depends_on=runner.digest,
     )
@@ -155,11 +184,10 @@ def _teacher(model: ServedModel, source: Source, name: str) -> Content:
 
     warmup, requests = _text_warmups(model)
     config = triton.teacher_config(model, name=name, pad_id=source.pad_id, warmups=requests)
-    files = _files(model, triton.to_text(config), "model.py")
     return Content(
         name=name,
         marker={"role": "teacher"},
-        files=files | {"tokenizer.json": model.tokenizer, "model.onnx": model.onnx},
+        files=_text_files(model, triton.to_text(config), source) | {"model.onnx": model.onnx},
         warmup=warmup,
     )
 
@@ -216,6 +244,26 @@ def _text_warmups(model: ServedModel) -> "tuple[dict[str, bytes], list[triton.Wa
     return {_file_name(raw): raw for raws in examples for raw in raws}, requests
 
 
+def files_of(model: ServedModel, *, pad_id: int | None = None) -> Files:
+    """Return what answers as a model will, before it is published; `pad_id` is read from its tokenizer if not given."""
+    return Files(
+        onnx=model.onnx,
+        tokenizer=model.tokenizer,
+        labels=model.labels,
+        is_pair=model.pair,
+        max_tokens=model.max_tokens,
+        pad_id=read_source(model).pad_id if pad_id is None else pad_id,
+    )
+
+
+def _text_files(model: ServedModel, config: str, source: Source) -> dict[str, Path | bytes]:
+    """Return what a model that takes texts needs, and what it must answer: whoever deploys it asks for that first."""
+    numbers = files_of(model, pad_id=source.pad_id).answers(model.warmup_texts)
+    rows = [{"text": text, "answer": answer} for text, answer in zip(model.warmup_texts, numbers, strict=True)]
+    expected = json.dumps(rows, ensure_ascii=False, indent=1).encode()
+    return _files(model, config, "model.py") | {"tokenizer.json": model.tokenizer, EXPECTED: expected}
+
+
 def _files(model: ServedModel, config: str, module: str) -> dict[str, Path | bytes]:
     code = resources.files("serving.entry").joinpath(module).read_bytes()
     labels = "".join(f"{label}\n" for label in model.labels).encode()
@@ -249,8 +297,8 @@ def _publish(contents: list[Content], root: Path) -> tuple[Path, ...]:
 def _numbers(contents: list[Content], root: Path) -> dict[str, int]:
     """Return the version number of each model: the newest one if its content is this, otherwise the next."""
     numbers: dict[str, int] = {}
-    pair = [content for content in contents if content.marker["role"] != "teacher"]
-    for group in (pair, [content for content in contents if content not in pair]):
+    pair = [content for content in contents if content.marker["role"] in ("entry", "student")]
+    for group in (pair, *([content] for content in contents if content not in pair)):
         top = max((versions.newest(root / content.name) for content in group), default=0)
         # A member that lacks the newest version is what an interrupted run leaves: it is completed, not superseded.
         same = all(
@@ -297,7 +345,7 @@ def refuse_foreign(root: Path, name: str) -> None:
     """Raise RepositoryError if `write` would refuse to publish model `name` into `root`: to be asked before work."""
     if root.exists() and not root.is_dir():
         raise RepositoryError(f"{root} is a file; a model repository is a folder; choose another")
-    for model in (root / name, root / f"{name}_student", root / f"{name}_teacher"):
+    for model in (root / name, *(root / f"{name}_{part}" for part in ("student", "teacher", "cascade"))):
         _refuse_unmarked(model)
 
 

@@ -5,13 +5,12 @@ import errno
 import fcntl
 import http.client
 import json
+import logging
 import os
-import re
 import secrets
 import socket
 import subprocess
 import sys
-import tempfile
 import time
 import urllib.request
 from pathlib import Path
@@ -19,20 +18,25 @@ from types import TracebackType
 from typing import BinaryIO, Self
 
 from serving import supervisor
-from serving.errors import DeadlineError, StartError
+from serving.control import HEADER, RESTRICTED, Control, base_folder
+from serving.errors import DeadlineError, StartError, UnavailableError
 from serving.wheel import environment, find_wheel, prepare_backends, prepare_binary
 
 _POLL_S = 0.05
 _LOG_LINES = 15
 _LOG_ERRORS = 3
 _LOG_ENDING = 5
-_ERROR = re.compile(r"E\d{4} .*?\] (.*)")
 _EXIT_TIMEOUT_S = 3
 _GRACE_S = 8
 _STUB_TIMEOUT_S = 120
+_CACHE_BYTES = 64 * 2**20
+_WATCH_S = 0.5
+_NOTICE_S = 1.5
 _LOCK = "lock"
 # Without the proxies of the environment: they cannot reach a server on this machine.
 _LOCAL = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+
+log = logging.getLogger(__name__)
 
 
 def free_port(host: str = "127.0.0.1") -> int:
@@ -48,7 +52,8 @@ class TritonServer:
         with TritonServer(Path("model_repository")) as server:
             Client(server.grpc_url).classify(["a gripping film"])
 
-    Leaving the block stops the server. It also stops if this process dies in any way, `kill -9` included.
+    Leaving the block stops the server. It also stops if this process dies in any way, `kill -9` included. A server that
+    was ready once and dies by itself, or loses the process of a model, is started again on the same ports.
     """
 
     def __init__(
@@ -63,7 +68,8 @@ class TritonServer:
     ) -> None:
         """Describe a server; nothing starts yet.
 
-        `log` receives what the server says, appended; None keeps it in a temporary file until the server stops.
+        `log` receives what the server says, appended, one JSON object a line; None keeps it in a temporary file until
+        the server stops.
         """
         self.repository = repository
         self.host = host
@@ -72,6 +78,18 @@ class TritonServer:
         self._log: BinaryIO | None = None
         self._log_start = 0
         self._process: subprocess.Popen[bytes] | None = None
+        self._staging = Path()
+        self._key = secrets.token_urlsafe(24)
+
+    @property
+    def control(self) -> Control:
+        """How to load and unload its models."""
+        return Control(
+            grpc_url=self.grpc_url,
+            key=self._key,
+            repository=str(self.repository.absolute()),
+            staging=str(self._staging),
+        )
 
     @property
     def http_url(self) -> str:
@@ -113,7 +131,12 @@ class TritonServer:
             # Kept open: the supervisor removes the run folder, and what a dead server said must still be readable.
             self._log = log.open("rb")
             self._log_start = self._log.seek(0, os.SEEK_END)
+            self._staging = run / "staging"
+            self._staging.mkdir()
+            self.control.save(run)
             command = self._command(prepare_binary(wheel, run), prepare_backends(wheel, run), run.name)
+            if any("response_cache" in file.read_text("utf-8") for file in self.repository.glob("*/config.pbtxt")):
+                command += [f"--cache-directory={wheel.caches}", f"--cache-config=local,size={_CACHE_BYTES}"]
             self._process = subprocess.Popen(
                 # -I -S: the supervisor needs the standard library alone, and starts in a few milliseconds.
                 [sys.executable, "-I", "-S", supervisor.__file__, str(run), str(log), str(_GRACE_S), *command],
@@ -142,10 +165,11 @@ class TritonServer:
             process = self._running()
             states = self._states()
             if process.poll() is not None:
-                raise StartError(f"the server died with status {process.returncode}; its log says:\n{self._why()}")
+                raise self._death(process.returncode)
             if states is not None and not states:
                 raise StartError(f"the server finds no model in {self.repository}; run `compressor build` first")
             if states and all(state == "READY" for state in states.values()):
+                self._order(supervisor.READY)
                 return
             if time.monotonic() > end:
                 late = ", ".join(f"{name} is {state}" for name, state in (states or {}).items() if state != "READY")
@@ -156,10 +180,26 @@ class TritonServer:
             time.sleep(_POLL_S)
 
     def wait(self) -> None:
-        """Block for as long as the server runs, until Ctrl-C for example; raise StartError if it dies by itself."""
+        """Block for as long as the server runs, until Ctrl-C for example; raise StartError if it dies for good.
+
+        A death that it recovers from is logged, with the seconds until it was ready again.
+        """
         process = self._running()
-        process.wait()
-        raise StartError(f"the server died with status {process.returncode}; its log says:\n{self._why()}")
+        known = len(self.deaths())
+        while process.poll() is None:
+            time.sleep(_WATCH_S)
+            deaths, began = self.deaths(), time.monotonic()
+            if len(deaths) > known and process.poll() is None:
+                log.warning("%s; its log says:\n%s", deaths[-1], self._why())
+                known = len(deaths)
+                with contextlib.suppress(DeadlineError):
+                    self.wait_ready()
+                    log.warning("the server is ready again after %.1f s", time.monotonic() - began)
+        raise self._death(process.returncode)
+
+    def deaths(self) -> list[str]:
+        """Return one sentence for each time that this server died by itself, what became of it included."""
+        return [line["message"] for line in self._log_lines() if line["source"] == supervisor.SOURCE]
 
     def stop(self) -> None:
         """Stop the server and wait until it is gone; nothing happens if it is stopped already."""
@@ -170,7 +210,7 @@ class TritonServer:
         # Closing the pipe is the whole order: from here the supervisor stops the server, whatever happens to us.
         with contextlib.suppress(OSError):
             # A word as well: a fork of this process that lives on may still hold the pipe open.
-            os.write(process.stdin.fileno(), b".")
+            os.write(process.stdin.fileno(), supervisor.STOP)
         process.stdin.close()
         try:
             process.wait(_GRACE_S + 5)
@@ -181,7 +221,7 @@ class TritonServer:
 
     def log_tail(self, lines: int = _LOG_LINES) -> str:
         """Return the last lines that this server wrote to its log."""
-        return "\n".join(self._log_lines()[-lines:])
+        return "\n".join(line["message"] for line in self._log_lines()[-lines:])
 
     def __enter__(self) -> Self:
         """Start the server and wait until it is ready."""
@@ -196,22 +236,40 @@ class TritonServer:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Stop the server."""
+        """Stop the server; raise StartError if the block found no server because that one had died."""
+        if isinstance(error, UnavailableError):
+            # A client can notice the death before the supervisor has written it down.
+            end = time.monotonic() + _NOTICE_S
+            while not self.deaths() and time.monotonic() < end:
+                time.sleep(_POLL_S)
+        deaths, why = self.deaths(), self._why()
         self.stop()
+        if isinstance(error, UnavailableError) and deaths:
+            raise StartError(f"{error}; {deaths[-1]}; the server's log says:\n{why}") from error
 
-    def _log_lines(self) -> list[str]:
+    def _log_lines(self) -> list[dict[str, str]]:
         if self._log is None:
             return []
         self._log.seek(self._log_start)
-        lines = self._log.read().decode("utf-8", "replace").splitlines()
-        # The server draws its settings as tables of hundreds of columns.
-        return [line for line in lines if line and not line.startswith(("|", "+--"))]
+        # The last line may be half written.
+        return [json.loads(line) for line in self._log.read().splitlines(keepends=True) if line.endswith(b"\n")]
 
     def _why(self) -> str:
         """Return the errors in the log, each once, and its last lines: the last ones alone are about the shutdown."""
         lines = self._log_lines()
-        errors = dict.fromkeys(match[1].replace("\\n", "\n") for line in lines if (match := _ERROR.match(line)))
-        return "\n".join([*list(errors)[-_LOG_ERRORS:], *lines[-_LOG_ENDING:]])
+        own = [line for line in lines if line["source"] != supervisor.SOURCE]
+        errors = dict.fromkeys(line["message"] for line in own if line["level"] in ("error", "fatal"))
+        return "\n".join([*list(errors)[-_LOG_ERRORS:], *(line["message"] for line in lines[-_LOG_ENDING:])])
+
+    def _death(self, status: int) -> StartError:
+        return StartError(f"the server died with status {status}; its log says:\n{self._why()}")
+
+    def _order(self, word: bytes) -> None:
+        process = self._running()
+        assert process.stdin is not None  # start() asked for a pipe
+        # It may have died this very moment; whoever looks next is told.
+        with contextlib.suppress(BrokenPipeError):
+            os.write(process.stdin.fileno(), word)
 
     def _running(self) -> "subprocess.Popen[bytes]":
         if self._process is None:
@@ -240,10 +298,15 @@ class TritonServer:
         return [
             str(binary),
             f"--model-repository={self.repository.absolute()}",
+            f"--model-repository={self._staging}",
             f"--backend-directory={backends}",
             f"--backend-config=python,shm-region-prefix-name={shared_memory}",
             f"--backend-config=python,stub-timeout-seconds={_STUB_TIMEOUT_S}",
-            "--model-control-mode=none",
+            # Nothing changes but by order, and who orders needs the key of this start.
+            "--model-control-mode=explicit",
+            "--load-model=*",
+            f"--http-restricted-api={RESTRICTED}:{HEADER}={self._key}",
+            f"--grpc-restricted-protocol={RESTRICTED}:{HEADER}={self._key}",
             "--exit-on-error=true",
             "--strict-readiness=true",
             # What the repository says is what runs.
@@ -264,11 +327,17 @@ class TritonServer:
         try:
             with _LOCAL.open(f"http://{self.http_url}/v2/health/ready", timeout=5):
                 pass
-            with _LOCAL.open(f"http://{self.http_url}/v2/repository/index", data=b"{}", timeout=5) as answer:
+            url = f"http://{self.http_url}/v2/repository/index"
+            with _LOCAL.open(urllib.request.Request(url, b"{}", {HEADER: self._key}), timeout=5) as answer:
                 models = json.load(answer)
         except (OSError, ValueError, http.client.HTTPException):
             return None
-        return {f"{model['name']}": model.get("state", "UNAVAILABLE") for model in models}
+        # Older versions of a model are listed as well once another one has taken their place.
+        states: dict[str, str] = {}
+        for model in models:
+            if not (self._staging / model["name"]).exists() and states.get(model["name"]) != "READY":
+                states[model["name"]] = model.get("state", "UNAVAILABLE")
+        return states
 
     def _close_log(self) -> None:
         if self._log is not None:
@@ -278,7 +347,7 @@ class TritonServer:
 
 def _new_run() -> tuple[Path, int]:
     """Remove what dead servers left, and return a new run folder with a descriptor that holds its lock."""
-    base = Path(tempfile.gettempdir()) / f"compressor-triton-{os.getuid()}"
+    base = base_folder()
     try:
         base.mkdir(mode=0o700, exist_ok=True)
         if base.is_symlink() or base.stat().st_uid != os.getuid():

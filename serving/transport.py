@@ -6,16 +6,17 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from http.client import HTTPException
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
+import grpc
 import numpy as np
 from numpy.typing import NDArray
+from tritonclient.grpc import model_config_pb2 as pb
+from tritonclient.grpc import service_pb2
 from tritonclient.utils import InferenceServerException
 
 from serving.errors import DeadlineError, RequestError, UnavailableError
-
-Column = list[list[Any]]
-"""One output of a request: a list of values for each text."""
+from serving.messages import Column, columns, infer_request
 
 _MAX_MESSAGE_BYTES = 2**31 - 1
 _LATE = {"DEADLINE_EXCEEDED", "408", "504"}
@@ -36,16 +37,24 @@ class ModelFacts:
     """Most texts, or pairs, in one request."""
 
 
+class Served(NamedTuple):
+    """What is asked on a server."""
+
+    name: str
+    version: str
+    """"" leaves the choice to the server."""
+
+
 class Transport(Protocol):
     """One protocol of the server."""
 
-    def infer(self, model: str, inputs: Mapping[str, Sequence[bytes]], outputs: Sequence[str]) -> list[Column]:
+    def infer(self, model: Served, inputs: Mapping[str, Sequence[bytes]], outputs: Sequence[str]) -> list[Column]:
         """Send one request, the texts of each input by its name, and return the outputs asked for."""
 
-    def facts(self, model: str) -> ModelFacts:
+    def facts(self, model: Served) -> ModelFacts:
         """Read the configuration of a model."""
 
-    def is_ready(self, model: str) -> bool:
+    def is_ready(self, model: Served) -> bool:
         """Say whether the server and a model are ready; False if no server answers."""
 
     def close(self) -> None:
@@ -57,52 +66,41 @@ class GrpcTransport:
 
     def __init__(self, address: str, timeout_s: float) -> None:
         """Prepare a channel; nothing is sent yet."""
-        import tritonclient.grpc as library
+        from tritonclient.grpc import service_pb2_grpc
 
-        options: list[tuple[str, int]] = [
-            ("grpc.max_send_message_length", _MAX_MESSAGE_BYTES),
-            ("grpc.max_receive_message_length", _MAX_MESSAGE_BYTES),
-            # A client that waits for a server to come up must notice it soon, not minutes later.
-            ("grpc.initial_reconnect_backoff_ms", 100),
-            ("grpc.max_reconnect_backoff_ms", 1000),
-        ]
-        if _is_loopback(address):
-            # A proxy that the environment names for the internet cannot reach this machine's own loopback.
-            options.append(("grpc.enable_http_proxy", 0))
-        self._library = library
         self._address, self._timeout_s = address, timeout_s
-        self._client = library.InferenceServerClient(address, channel_args=options)
+        self._channel = grpc.insecure_channel(address, options=channel_options(address))
+        self._service = service_pb2_grpc.GRPCInferenceServiceStub(self._channel)
 
-    def infer(self, model: str, inputs: Mapping[str, Sequence[bytes]], outputs: Sequence[str]) -> list[Column]:
+    def infer(self, model: Served, inputs: Mapping[str, Sequence[bytes]], outputs: Sequence[str]) -> list[Column]:
         """Send one request, the texts of each input by its name, and return the outputs asked for."""
-        tensors = []
-        for name, texts in inputs.items():
-            tensors.append(self._library.InferInput(name, [len(texts), 1], "BYTES"))
-            tensors[-1].set_data_from_numpy(_column(texts))
-        asked = [self._library.InferRequestedOutput(name) for name in outputs]
-        with _border(self._address, self._timeout_s):
-            result = self._client.infer(model, tensors, outputs=asked, client_timeout=self._timeout_s)
-        return [result.as_numpy(name).tolist() for name in outputs]
+        request = infer_request(model.name, model.version, inputs, outputs)
+        with border(self._address, self._timeout_s):
+            return columns(self._service.ModelInfer(request, timeout=self._timeout_s), outputs)
 
-    def facts(self, model: str) -> ModelFacts:
+    def config(self, model: Served) -> pb.ModelConfig:
+        """Return the configuration of a model that is ready; raise RequestError if it is not."""
+        request = service_pb2.ModelConfigRequest(name=model.name, version=model.version)
+        with border(self._address, self._timeout_s):
+            return self._service.ModelConfig(request, timeout=self._timeout_s).config
+
+    def facts(self, model: Served) -> ModelFacts:
         """Read the configuration of a model."""
-        with _border(self._address, self._timeout_s):
-            config = self._client.get_model_config(model, client_timeout=self._timeout_s).config
-        inputs = [tensor.name for tensor in config.input]
-        return _facts(model, config.parameters["labels"].string_value, inputs, config.max_batch_size)
+        return facts_of(self.config(model))
 
-    def is_ready(self, model: str) -> bool:
+    def is_ready(self, model: Served) -> bool:
         """Say whether the server and a model are ready; False if no server answers."""
-        seconds = {"client_timeout": self._timeout_s}
+        request = service_pb2.ModelReadyRequest(name=model.name, version=model.version)
         try:
-            with _border(self._address, self._timeout_s):
-                return bool(self._client.is_server_ready(**seconds) and self._client.is_model_ready(model, **seconds))
+            with border(self._address, self._timeout_s):
+                server = self._service.ServerReady(service_pb2.ServerReadyRequest(), timeout=self._timeout_s)
+                return bool(server.ready and self._service.ModelReady(request, timeout=self._timeout_s).ready)
         except (UnavailableError, DeadlineError):
             return False
 
     def close(self) -> None:
         """Close the channel."""
-        self._client.close()
+        self._channel.close()
 
 
 class HttpTransport:
@@ -116,30 +114,30 @@ class HttpTransport:
         self._address, self._timeout_s = address, timeout_s
         self._client = library.InferenceServerClient(address, connection_timeout=timeout_s, network_timeout=timeout_s)
 
-    def infer(self, model: str, inputs: Mapping[str, Sequence[bytes]], outputs: Sequence[str]) -> list[Column]:
+    def infer(self, model: Served, inputs: Mapping[str, Sequence[bytes]], outputs: Sequence[str]) -> list[Column]:
         """Send one request, the texts of each input by its name, and return the outputs asked for."""
         tensors = []
         for name, texts in inputs.items():
             tensors.append(self._library.InferInput(name, [len(texts), 1], "BYTES"))
             tensors[-1].set_data_from_numpy(_column(texts), binary_data=True)
         asked = [self._library.InferRequestedOutput(name, binary_data=True) for name in outputs]
-        with _border(self._address, self._timeout_s):
-            result = self._client.infer(model, tensors, outputs=asked)
+        with border(self._address, self._timeout_s):
+            result = self._client.infer(model.name, tensors, model.version, outputs=asked)
         return [result.as_numpy(name).tolist() for name in outputs]
 
-    def facts(self, model: str) -> ModelFacts:
+    def facts(self, model: Served) -> ModelFacts:
         """Read the configuration of a model."""
-        with _border(self._address, self._timeout_s):
-            config = self._client.get_model_config(model)
+        with border(self._address, self._timeout_s):
+            config = self._client.get_model_config(model.name, model.version)
         labels = config.get("parameters", {}).get("labels", {}).get("string_value", "")
         inputs = [tensor["name"] for tensor in config["input"]]
-        return _facts(model, labels, inputs, config["max_batch_size"])
+        return _facts(model.name, labels, inputs, config["max_batch_size"])
 
-    def is_ready(self, model: str) -> bool:
+    def is_ready(self, model: Served) -> bool:
         """Say whether the server and a model are ready; False if no server answers."""
         try:
-            with _border(self._address, self._timeout_s):
-                return bool(self._client.is_server_ready() and self._client.is_model_ready(model))
+            with border(self._address, self._timeout_s):
+                return bool(self._client.is_server_ready() and self._client.is_model_ready(model.name, model.version))
         except (UnavailableError, DeadlineError):
             return False
 
@@ -148,11 +146,46 @@ class HttpTransport:
         self._client.close()
 
 
+def served_config(address: str, model: str, version: int, timeout_s: float = 10.0) -> pb.ModelConfig | None:
+    """Return the configuration with which a server, asked over gRPC, serves a version; None if it serves none.
+
+    Raises UnavailableError if no server answers.
+    """
+    transport = GrpcTransport(address, timeout_s)
+    try:
+        return transport.config(Served(model, str(version)))
+    except RequestError:
+        return None
+    finally:
+        transport.close()
+
+
 def _column(texts: Sequence[bytes]) -> NDArray[np.object_]:
     """Return texts as [texts, 1]; an object array, because numpy's own byte strings lose zeros at the end."""
     column = np.empty((len(texts), 1), dtype=np.object_)
     column[:, 0] = texts
     return column
+
+
+def facts_of(config: pb.ModelConfig) -> ModelFacts:
+    """Return what a client must know of a model with this configuration."""
+    inputs = [tensor.name for tensor in config.input]
+    return _facts(config.name, config.parameters["labels"].string_value, inputs, config.max_batch_size)
+
+
+def channel_options(address: str) -> list[tuple[str, int]]:
+    """Return how a gRPC channel to a server is set up."""
+    options = [
+        ("grpc.max_send_message_length", _MAX_MESSAGE_BYTES),
+        ("grpc.max_receive_message_length", _MAX_MESSAGE_BYTES),
+        # A client that waits for a server to come up must notice it soon, not minutes later.
+        ("grpc.initial_reconnect_backoff_ms", 100),
+        ("grpc.max_reconnect_backoff_ms", 300),
+        # Channels of one process otherwise share a connection, and what one of them was refused the others are told.
+        ("grpc.use_local_subchannel_pool", 1),
+    ]
+    # A proxy that the environment names for the internet cannot reach this machine's own loopback.
+    return [*options, ("grpc.enable_http_proxy", 0)] if _is_loopback(address) else options
 
 
 def _facts(model: str, labels: str, inputs: Sequence[str], max_batch_size: int) -> ModelFacts:
@@ -170,13 +203,13 @@ def _is_loopback(address: str) -> bool:
 
 
 @contextmanager
-def _border(address: str, timeout_s: float) -> Iterator[None]:
+def border(address: str, timeout_s: float) -> Iterator[None]:
     """Turn the errors of the client library and of its sockets into those of this package."""
     late = f"the server at {address} gave no answer within {timeout_s:g} s; allow more (timeout_s) or send fewer texts"
     try:
         yield
-    except InferenceServerException as error:
-        status, message = (error.status() or "").removeprefix("StatusCode."), error.message()
+    except (InferenceServerException, grpc.RpcError) as error:
+        status, message = _cause(error)
         if status in _LATE:
             raise DeadlineError(late) from error
         if status in _REFUSED or (status.startswith("4") and status.isdigit()):
@@ -191,6 +224,13 @@ def _border(address: str, timeout_s: float) -> Iterator[None]:
     except (OSError, HTTPException) as error:
         reason = "the name is unknown" if isinstance(error, socket.gaierror) else str(error) or type(error).__name__
         raise UnavailableError(_no_server(address, reason)) from error
+
+
+def _cause(error: Any) -> tuple[str, str]:
+    """Return the status, gRPC's name or HTTP's number, and the message of an error of the client library or of gRPC."""
+    if isinstance(error, InferenceServerException):
+        return (error.status() or "").removeprefix("StatusCode."), error.message()
+    return error.code().name, error.details() or ""
 
 
 def _no_server(address: str, reason: str) -> str:

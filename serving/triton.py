@@ -43,7 +43,8 @@ def entry_config(model: ServedModel, *, student: str, pad_id: int, warmups: Sequ
     """Return the config of the model that clients call, with the graph of the model `student` inside.
 
     Texts in: TEXT, and TEXT_PAIR where the model reads pairs; strings [1]. Out: LABEL string [1], SCORE float32 [1] and
-    PROBABILITIES float32 [labels], or, of a regression, VALUE float32 [1].
+    PROBABILITIES float32 [labels], or, of a regression, VALUE float32 [1]; and TRUNCATED bool [1], whether the text was
+    longer than the model reads.
     """
     return _text_config(model, model.name, f"../../{student}/{{version}}/model.onnx", pad_id, warmups)
 
@@ -51,6 +52,28 @@ def entry_config(model: ServedModel, *, student: str, pad_id: int, warmups: Sequ
 def teacher_config(model: ServedModel, *, name: str, pad_id: int, warmups: Sequence[Warmup] = ()) -> pb.ModelConfig:
     """Return the config of a model like the entry model that has its graph in its own version folder."""
     return _text_config(model, name, "model.onnx", pad_id, warmups)
+
+
+def cascade_config(
+    student: ServedModel, teacher: ServedModel, *, teacher_name: str, threshold: float
+) -> pb.ModelConfig:
+    """Return the config of the model that asks the student, and the teacher where that one is unsure.
+
+    Its inputs and outputs are the entry model's, and ESCALATED bool [1]: whether the teacher answered. One instance:
+    it only waits for the others.
+    """
+    config = _base(student, f"{student.name}_cascade", 1, ())
+    _add_texts(config, student)
+    config.output.add(name="ESCALATED", data_type=pb.TYPE_BOOL, dims=[1])
+    parameters = {
+        "labels": json.dumps(student.labels),
+        "teacher_labels": json.dumps(teacher.labels),
+        "student": student.name,
+        "teacher": teacher_name,
+        "threshold": repr(threshold),
+    }
+    _set_parameters(config, parameters)
+    return config
 
 
 def runner_config(
@@ -94,14 +117,12 @@ def parameters_of(config: pb.ModelConfig) -> dict[str, str]:
 def _text_config(model: ServedModel, name: str, onnx: str, pad_id: int, warmups: Sequence[Warmup]) -> pb.ModelConfig:
     instances, threads = model.shares()
     config = _base(model, name, instances, warmups)
-    for tensor in TEXTS if model.pair else TEXTS[:1]:
-        config.input.add(name=tensor, data_type=pb.TYPE_STRING, dims=[1])
-    if model.labels:
-        config.output.add(name="LABEL", data_type=pb.TYPE_STRING, dims=[1])
-        config.output.add(name="SCORE", data_type=pb.TYPE_FP32, dims=[1])
-    _add_numbers(config, "PROBABILITIES" if model.labels else "VALUE", model)
+    if model.response_cache:
+        config.response_cache.enable = True
+    _add_texts(config, model)
     parameters = {
         "intra_op_threads": str(threads),
+        "max_batch_tokens": str(model.max_batch_tokens),
         "max_tokens": str(model.max_tokens),
         "onnx": onnx,
         "pad_id": str(pad_id),
@@ -110,6 +131,17 @@ def _text_config(model: ServedModel, name: str, onnx: str, pad_id: int, warmups:
     }
     _set_parameters(config, parameters)
     return config
+
+
+def _add_texts(config: pb.ModelConfig, model: ServedModel) -> None:
+    """Add the inputs and outputs of a model that takes texts."""
+    for tensor in TEXTS if model.pair else TEXTS[:1]:
+        config.input.add(name=tensor, data_type=pb.TYPE_STRING, dims=[1])
+    if model.labels:
+        config.output.add(name="LABEL", data_type=pb.TYPE_STRING, dims=[1])
+        config.output.add(name="SCORE", data_type=pb.TYPE_FP32, dims=[1])
+    _add_numbers(config, "PROBABILITIES" if model.labels else "VALUE", model)
+    config.output.add(name="TRUNCATED", data_type=pb.TYPE_BOOL, dims=[1])
 
 
 def _add_numbers(config: pb.ModelConfig, name: str, model: ServedModel) -> None:

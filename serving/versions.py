@@ -23,7 +23,9 @@ PARTIAL = ".partial-"
 """Temporary names begin with this; whoever publishes next removes what an interrupted run left."""
 
 _MANIFEST = "manifest.json"
-_WITHDRAWN = "withdrawn-"
+WITHDRAWN = "withdrawn-"
+"""A version that was rolled back is named by this and its number."""
+
 _SHARED = ("labels.txt", "config.pbtxt")
 
 
@@ -49,12 +51,12 @@ class Content:
     @cached_property
     def hashes(self) -> dict[str, str]:
         """SHA-256 of each file in `files` and `warmup`."""
-        return {name: _sha256(source) for name, source in {**self.files, **self.warmup}.items()}
+        return {name: sha256(source) for name, source in {**self.files, **self.warmup}.items()}
 
     @cached_property
     def digest(self) -> str:
         """SHA-256 over the names and contents of all files, and over what they depend on."""
-        return hashlib.sha256(json.dumps([self.hashes, self.depends_on], sort_keys=True).encode()).hexdigest()
+        return digest_of(self.hashes, self.depends_on)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,7 +86,7 @@ def newest(model: Path) -> int:
 
 def last_used(model: Path) -> int:
     """Return the highest number that a version in a model folder ever had, withdrawn ones included; 0 if none."""
-    withdrawn = [name.removeprefix(_WITHDRAWN) for name in _folder_names(model) if name.startswith(_WITHDRAWN)]
+    withdrawn = [name.removeprefix(WITHDRAWN) for name in _folder_names(model) if name.startswith(WITHDRAWN)]
     return max([newest(model), *(int(number) for number in withdrawn if number.isdigit())])
 
 
@@ -93,7 +95,7 @@ def withdraw(model: Path, version: int, older: int) -> None:
     # The shared files come first: a second call completes what a killed one began.
     _write_files(model, {Path(name): _bytes(model / str(older) / name) for name in _SHARED})
     if (model / str(version)).exists():
-        (model / str(version)).rename(model / f"{_WITHDRAWN}{version}")
+        (model / str(version)).rename(model / f"{WITHDRAWN}{version}")
         _sync(model)
 
 
@@ -104,7 +106,24 @@ def holds(model: Path, version: int, content: Content) -> bool:
         return False
     paths = {file: model / str(version) / file for file in content.files}
     paths |= {file: model / "warmup" / file for file in content.warmup}
-    return all(path.is_file() and _sha256(path) == content.hashes[file] for file, path in paths.items())
+    return all(path.is_file() and sha256(path) == content.hashes[file] for file, path in paths.items())
+
+
+def is_as_published(model: Path, version: int) -> bool:
+    """Say whether every file of a published version still has the bytes that its manifest's digest was made of."""
+    manifest = read_manifest(model / str(version))
+    if manifest is None:
+        return False
+    paths = {name: model / str(version) / name for name in manifest.files}
+    paths |= {name: model / "warmup" / name for name in manifest.warmup}
+    if not all(path.is_file() for path in paths.values()):
+        return False
+    student = (read_marker(model) or {}).get("student")
+    opened = read_manifest(model.parent / student / str(version)) if student else None
+    if student and opened is None:
+        return False
+    hashes = {name: sha256(path) for name, path in paths.items()}
+    return manifest.digest == digest_of(hashes, opened.digest if opened else "")
 
 
 def read_manifest(version: Path) -> Manifest | None:
@@ -240,7 +259,13 @@ def _bytes(source: Path | bytes) -> bytes:
     return source.read_bytes() if source.is_file() else b""
 
 
-def _sha256(source: Path | bytes) -> str:
+def digest_of(hashes: Mapping[str, str], depends_on: str) -> str:
+    """Return the digest of a version: of its files' SHA-256 by name, and of the digest of what it opens."""
+    return hashlib.sha256(json.dumps([hashes, depends_on], sort_keys=True).encode()).hexdigest()
+
+
+def sha256(source: Path | bytes) -> str:
+    """Return the SHA-256 of a file, or of bytes."""
     if isinstance(source, bytes):
         return hashlib.sha256(source).hexdigest()
     with source.open("rb") as file:

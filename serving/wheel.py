@@ -33,6 +33,9 @@ class Wheel:
     backends: Path
     """The folder of its backends."""
 
+    caches: Path
+    """The folder of its response caches."""
+
     stub: Path
     """The process that runs a `model.py`, built for this interpreter's minor version."""
 
@@ -57,6 +60,7 @@ def find_wheel() -> Wheel:
     return Wheel(
         binary=server / "bin" / "tritonserver",
         backends=server / "backends",
+        caches=server / "caches",
         stub=stub,
         # The interpreter's own library comes first: another one of the same version may lack what it was built with.
         libraries=(_python_library_folder(minor), package.parent / "nvidia_pytriton.libs"),

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import logging
+from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 from compressor import artifact
 from compressor.artifact import Artifact
@@ -11,11 +14,15 @@ from compressor.dataset import read_examples, texts_of
 from compressor.evaluate import MODEL_FILE
 from compressor.tasks import Task
 from serving import repository
-from serving.errors import RepositoryError
+from serving.cascade import Cascade, choose_threshold
+from serving.errors import ModelError, RepositoryError
+from serving.inprocess import PAD_MULTIPLE
 from serving.model import ServedModel, Text
 from serving.versions import read_manifest
 
-WARMUP_QUANTILES = (0.1, 0.5, 0.9, 1.0)  # of the validation texts' lengths: short, usual, long, longest
+MOST_WARMUPS = 16
+
+log = logging.getLogger(__name__)
 
 
 def publish(
@@ -35,7 +42,7 @@ def publish(
     The same content published again changes nothing; other content becomes the next version. Raises RepositoryError
     if `root` holds models that are not ours, or cannot be written.
     """
-    warmup = _warmup_texts(corpus, task)
+    warmup = warmup_texts(corpus, task, int8.path / "tokenizer.json", max_tokens)
 
     def served(folder: Path) -> ServedModel:
         return ServedModel(
@@ -46,23 +53,63 @@ def publish(
             pair=task.is_pair,
             max_tokens=max_tokens,
             max_batch_size=config.max_batch_size,
+            response_cache=config.response_cache,
             warmup_texts=warmup,
         )
 
     parents = {"int8": int8, "onnx": onnx_models, "corpus": corpus}
     with artifact.write(out, "publication", key=key, section=config.model_dump(), parents=parents) as draft:
-        teacher = served(onnx_models.path / "teacher") if config.teacher else None
-        folders = repository.write(served(int8.path), root, teacher=teacher)
+        student = served(int8.path)
+        teacher = served(onnx_models.path / "teacher") if config.teacher or config.cascade else None
+        cascade = choose_cascade(config, task, student, teacher, corpus) if config.cascade and teacher else None
+        folders = repository.write(student, root, teacher=teacher, cascade=cascade)
         versions = {folder.parent.name: {"version": int(folder.name), "digest": _digest(folder)} for folder in folders}
-        draft.metrics.update(repository=str(root), versions=versions)
+        draft.metrics.update(repository=str(root), versions=versions, cascade=cascade and asdict(cascade))
     return Artifact.open(out, kind="publication")
 
 
-def _warmup_texts(corpus: Artifact, task: Task) -> tuple[Text, ...]:
-    """A short, a usual, a long and the longest text, or pair, of the validation split."""
-    rows = sorted(texts_of(read_examples(corpus.path / "validation.arrow")), key=lambda texts: sum(map(len, texts)))
-    chosen = dict.fromkeys(rows[round(quantile * (len(rows) - 1))] for quantile in WARMUP_QUANTILES)
-    return tuple((texts[0], texts[1]) if task.is_pair else texts[0] for texts in chosen)
+def choose_cascade(
+    config: PublishConfig, task: Task, student: ServedModel, teacher: ServedModel, corpus: Artifact
+) -> Cascade:
+    """Choose on the validation rows when the student hands over. Raises ModelError if no threshold is good enough."""
+    if task.is_regression:
+        raise ModelError(f"publish.cascade is on, but {task.name} is a regression, which is never sure or unsure")
+    rows = read_examples(corpus.path / "validation.arrow")
+    texts = _texts(rows, task)
+    labels = [task.labels[int(label)] for label in rows["label"]]
+    answers = [repository.files_of(model).answers(texts) for model in (student, teacher)]
+    found = choose_threshold(answers[0], answers[1], labels, config.cascade_accuracy)
+    log.info(
+        "publish cascade: the teacher answers %.1f %% of %d validation rows (threshold %.3f); accuracy %.2f, student "
+        "%.2f, teacher %.2f",
+        *(100 * found.escalated, found.rows, found.threshold),
+        *(100 * found.accuracy, 100 * found.student_accuracy, 100 * found.teacher_accuracy),
+    )
+    return found
+
+
+def _texts(rows: Any, task: Task) -> list[Text]:
+    return [(row[0], row[1]) if task.is_pair else row[0] for row in texts_of(rows)]
+
+
+def warmup_texts(corpus: Artifact, task: Task, tokenizer: Path, max_tokens: int) -> tuple[Text, ...]:
+    """A text, or pair, of the validation split for each width that the server pads them to, the shortest first.
+
+    Where there are many widths, `MOST_WARMUPS` of them, spread evenly; the narrowest and the widest are always there.
+    """
+    from tokenizers import Tokenizer
+
+    reader = Tokenizer.from_file(str(tokenizer))
+    reader.no_padding()
+    reader.enable_truncation(max_tokens)
+    texts = _texts(read_examples(corpus.path / "validation.arrow"), task)
+    first_of: dict[int, Text] = {}
+    for text, encoding in zip(texts, reader.encode_batch_fast(texts), strict=True):
+        first_of.setdefault(-(-len(encoding) // PAD_MULTIPLE), text)
+    widths = sorted(first_of)
+    count = min(MOST_WARMUPS, len(widths))
+    chosen = {widths[round(number * (len(widths) - 1) / max(1, count - 1))] for number in range(count)}
+    return tuple(first_of[width] for width in sorted(chosen))
 
 
 def is_published(publication: Artifact, root: Path) -> bool:

@@ -2,7 +2,7 @@
 
 It stands beside `tokenizer.json` in a version folder, and opens the ONNX file that the model's parameter `onnx` names.
 The model's configuration says which inputs it takes (TEXT, or TEXT and TEXT_PAIR) and its labels (none: a regression).
-All waiting requests are tokenised together, padded together and run together.
+All waiting requests are tokenised together; rows that are padded to the same width run together.
 
 shape legend: R rows (texts or pairs), T tokens, C classes, or 1 for a regression
 """
@@ -10,6 +10,7 @@ shape legend: R rows (texts or pairs), T tokens, C classes, or 1 for a regressio
 import json
 import os
 import re
+import time
 from pathlib import Path
 from typing import Any
 
@@ -23,11 +24,29 @@ MAX_TEXT_BYTES = 100_000
 """Longest text taken; far more than any model reads, small enough that one request cannot hold the others up."""
 
 PAD_MULTIPLE = 8
-"""Batches are padded to a multiple of this many tokens: few distinct shapes, and whole vector registers."""
+"""Rows are padded to a multiple of this many tokens: few distinct shapes, and whole vector registers.
+
+Rows of different widths run one after the other, not padded to the longest. With an INT8 student on one thread, 32
+texts of SST-2 in one batch took 2.7 ms each of processor time, alone 1.6, and by width 1.2.
+"""
+
+FLUSH_S = 1.0
+"""Counters are handed to the server at most this often: each costs 20 microseconds."""
 
 # U+0010 to U+001F (but escape) and U+0080 to U+009F are let pass: it is what mis-decoded quotation marks of real data
 # sets turn into, and BERT's own tokenizer drops it. The same characters pass in training data.
 _CONTROL = re.compile(r"[\x00-\x08\x0b\x0c\x0e\x0f\x1b\x7f]")
+
+
+METRICS = {
+    "tokenise_s": ("compressor_tokenise_seconds_total", "Time spent reading and tokenising texts"),
+    "run_s": ("compressor_run_seconds_total", "Time spent in ONNX Runtime, padding and softmax included"),
+    "texts": ("compressor_texts_total", "Texts or pairs answered"),
+    "cut": ("compressor_truncated_texts_total", "Texts or pairs cut at the model's limit of tokens"),
+    "refused": ("compressor_refused_requests_total", "Requests refused for what they hold"),
+    "tokens": ("compressor_tokens_total", "Tokens run, padding not counted"),
+    "padded": ("compressor_padded_tokens_total", "Tokens run, padding counted"),
+}
 
 
 class BadTextError(Exception):
@@ -48,6 +67,7 @@ class TritonPythonModel:
         os.environ["RAYON_NUM_THREADS"] = str(threads)
         self.max_batch_size = int(config["max_batch_size"])
         self.max_tokens = int(parameters["max_tokens"])
+        self.max_batch_tokens = int(parameters["max_batch_tokens"])
         self.texts = [tensor["name"] for tensor in config["input"]]
         self.labels = np.array(json.loads(parameters["labels"]), dtype=object)
         self.is_regression = not self.labels.size
@@ -57,9 +77,15 @@ class TritonPythonModel:
         self.pad_id = int(parameters["pad_id"])
         self.session = open_session(version / parameters["onnx"].format(version=args["model_version"]), threads)
         self.inputs = [tensor.name for tensor in self.session.get_inputs()]
+        self.counters = Counters(args["model_name"], args["model_version"])
+
+    def finalize(self) -> None:
+        """Hand over what was counted last; Triton calls it before the model goes."""
+        self.counters.flush()
 
     def execute(self, requests: list[Any]) -> list[Any]:
         """Return one response for each request, in order; a bad request gets an error of its own."""
+        began = time.perf_counter()
         errors: dict[int, str] = {}
         rows: list[tuple[str, ...]] = []
         owners: list[int] = []
@@ -72,6 +98,7 @@ class TritonPythonModel:
                 rows += found
                 owners += [index] * len(found)
         encodings = self.tokenizer.encode_batch_fast(rows if len(self.texts) == 2 else [text for (text,) in rows])
+        tokenised = time.perf_counter()
         for owner, texts, encoding in zip(owners, rows, encodings, strict=True):
             for number in set(range(len(texts))) - set(encoding.sequence_ids):
                 errors[owner] = (
@@ -80,13 +107,27 @@ class TritonPythonModel:
                 )
         kept = [row for row, owner in enumerate(owners) if owner not in errors]
         answers_RC = self.run([encodings[row] for row in kept])
+        is_cut_R = np.array([bool(encodings[row].overflowing) for row in kept], dtype=bool)
         rows_of: dict[int, list[int]] = {}
         for position, row in enumerate(kept):
             rows_of.setdefault(owners[row], []).append(position)
-        return [
-            refusal(errors[index]) if index in errors else self.response(answers_RC[rows_of[index]])
-            for index in range(len(requests))
+        ran = time.perf_counter()
+        responses = [
+            refusal(errors[index])
+            if index in errors
+            else self.response(request, answers_RC[rows_of[index]], is_cut_R[rows_of[index]])
+            for index, request in enumerate(requests)
         ]
+        self.counters.add(
+            tokenise_s=tokenised - began,
+            run_s=ran - tokenised,
+            texts=len(kept),
+            cut=int(is_cut_R.sum()),
+            refused=len(errors),
+            tokens=sum(len(encodings[row]) for row in kept),
+            padded=sum(self.width(len(encodings[row])) for row in kept),
+        )
+        return responses
 
     def read(self, request: Any) -> list[tuple[str, ...]]:
         """Return the rows of one request, each of one text or two; raise BadTextError naming the broken rule."""
@@ -98,20 +139,31 @@ class TritonPythonModel:
     def run(self, encodings: list[Encoding]) -> NDArray[Any]:
         """Return the probabilities, or the numbers of a regression, float32 [R, C], of tokenised rows.
 
-        At most `max_batch_size` rows run at a time.
+        Rows of one padded width run together, at most `max_batch_size` rows and `max_batch_tokens` tokens at a time.
         """
-        chunks = [
-            self.session.run(["logits"], self.feed(encodings[start : start + self.max_batch_size]))[0]
-            for start in range(0, len(encodings), self.max_batch_size)
-        ]
-        logits_RC: NDArray[Any] = np.concatenate(chunks) if chunks else np.empty((0, 1), np.float32)
+        if not encodings:
+            return np.empty((0, 1), np.float32)
+        by_width: dict[int, list[int]] = {}
+        for row, encoding in enumerate(encodings):
+            by_width.setdefault(self.width(len(encoding)), []).append(row)
+        logits_RC: NDArray[Any] | None = None
+        for width, rows in by_width.items():
+            step = max(1, min(self.max_batch_size, self.max_batch_tokens // width))
+            for start in range(0, len(rows), step):
+                some = rows[start : start + step]
+                found = self.session.run(["logits"], self.feed([encodings[row] for row in some], width))[0]
+                if logits_RC is None:
+                    logits_RC = np.empty((len(encodings), found.shape[1]), np.float32)
+                logits_RC[some] = found
+        assert logits_RC is not None  # there are rows
         return logits_RC if self.is_regression else softmax(logits_RC)
 
-    def feed(self, encodings: list[Encoding]) -> dict[str, NDArray[Any]]:
-        """Return the graph's inputs, int64 [R, T], T being the longest row padded to a multiple of 8."""
-        longest = max(len(encoding) for encoding in encodings)
-        # Padding may not pass max_tokens: the position table can end there.
-        width = min(-(-longest // PAD_MULTIPLE) * PAD_MULTIPLE, self.max_tokens)
+    def width(self, tokens: int) -> int:
+        """Return the tokens that a row is padded to: not past max_tokens, where the position table can end."""
+        return min(-(-tokens // PAD_MULTIPLE) * PAD_MULTIPLE, self.max_tokens)
+
+    def feed(self, encodings: list[Encoding], width: int) -> dict[str, NDArray[Any]]:
+        """Return the graph's inputs, int64 [R, T], T being `width`."""
         ids_RT = np.full((len(encodings), width), self.pad_id, np.int64)
         mask_RT, types_RT = np.zeros_like(ids_RT), np.zeros_like(ids_RT)
         for row, encoding in enumerate(encodings):
@@ -121,23 +173,53 @@ class TritonPythonModel:
         tensors = {"input_ids": ids_RT, "attention_mask": mask_RT, "token_type_ids": types_RT}
         return {name: tensors[name] for name in self.inputs}
 
-    def response(self, answers_RC: NDArray[Any]) -> Any:
-        """Return the answer for one request of R rows."""
+    def response(self, request: Any, answers_RC: NDArray[Any], is_cut_R: NDArray[np.bool_]) -> Any:
+        """Return the answer for one request of R rows: the outputs that it asks for."""
         if not np.isfinite(answers_RC).all():
             error = pb_utils.TritonError(
                 "the model answered a number that is not finite", pb_utils.TritonError.INTERNAL
             )
             return pb_utils.InferenceResponse(error=error)
+        values: dict[str, NDArray[Any]] = {"TRUNCATED": is_cut_R[:, None]}
         if self.is_regression:
-            return pb_utils.InferenceResponse(output_tensors=[pb_utils.Tensor("VALUE", answers_RC)])
-        best_R1 = answers_RC.argmax(axis=1)[:, None]
-        return pb_utils.InferenceResponse(
-            output_tensors=[
-                pb_utils.Tensor("LABEL", self.labels[best_R1]),
-                pb_utils.Tensor("SCORE", np.take_along_axis(answers_RC, best_R1, axis=1)),
-                pb_utils.Tensor("PROBABILITIES", answers_RC),
-            ]
-        )
+            values["VALUE"] = answers_RC
+        else:
+            best_R1 = answers_RC.argmax(axis=1)[:, None]
+            values["LABEL"] = self.labels[best_R1]
+            values["SCORE"] = np.take_along_axis(answers_RC, best_R1, axis=1)
+            values["PROBABILITIES"] = answers_RC
+        asked = request.requested_output_names()
+        return pb_utils.InferenceResponse([pb_utils.Tensor(name, values[name]) for name in values if name in asked])
+
+
+class Counters:
+    """Counts what the instances of a model have done, on the server's metrics page."""
+
+    def __init__(self, model: str, version: str) -> None:
+        """Register with the server."""
+        labels = {"model": model, "version": version}
+        self._families = {
+            key: pb_utils.MetricFamily(name=name, description=text, kind=pb_utils.MetricFamily.COUNTER)
+            for key, (name, text) in METRICS.items()
+        }
+        self._metrics = {key: family.Metric(labels=labels) for key, family in self._families.items()}
+        self._counted = dict.fromkeys(METRICS, 0.0)
+        self._flushed = time.monotonic()
+
+    def add(self, **counted: float) -> None:
+        """Count; the server hears of it within `FLUSH_S`, or with the next request after that."""
+        for key, value in counted.items():
+            self._counted[key] += value
+        if time.monotonic() > self._flushed + FLUSH_S:
+            self.flush()
+
+    def flush(self) -> None:
+        """Hand over what was counted since the last time."""
+        for key, value in self._counted.items():
+            if value:
+                self._metrics[key].increment(value)
+        self._counted = dict.fromkeys(METRICS, 0.0)
+        self._flushed = time.monotonic()
 
 
 def open_session(onnx: Path, threads: int) -> onnxruntime.InferenceSession:

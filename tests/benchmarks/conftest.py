@@ -10,8 +10,9 @@ import pytest
 
 from compressor import artifact
 from compressor.artifact import Artifact
-from compressor.config import PublishConfig, read_recipe, recipe_text
+from compressor.config import PublishConfig
 from compressor.pipeline import RUN_FILE
+from compressor.recipe import read_recipe, recipe_text
 from compressor.tasks import TASKS
 from serving.runtime import TritonServer, free_port
 
@@ -61,6 +62,7 @@ def build_tiny(root: Path) -> TinyBuild:
     from compressor.stages.export import export_onnx
     from compressor.stages.publish import publish
     from compressor.stages.quantize import quantize_graph
+    from compressor.stages.quantize.candidates import PerRow
 
     run, repository = root / "runs" / "sst2", root / "model_repository"
     run.mkdir(parents=True)
@@ -77,9 +79,9 @@ def build_tiny(root: Path) -> TinyBuild:
             rows = [Example((text,), number % 2, number) for number, text in enumerate(TEXTS * 4)]
             write_examples(draft.path / f"{split}.arrow", rows, TASK)
     corpus = Artifact.open(run / "1-corpus", kind="examples")
-    with seal("3-finetune", "teacher", {"corpus": corpus}) as draft:
+    with seal("2-finetune", "teacher", {"corpus": corpus}) as draft:
         save_tiny_bert(draft.path, layers=2, seed=0)
-    teacher = Artifact.open(run / "3-finetune", kind="teacher")
+    teacher = Artifact.open(run / "2-finetune", kind="teacher")
     with seal("4-distill-prediction", "student", {"teacher": teacher}) as draft:
         save_tiny_bert(draft.path, layers=1, seed=1)
     student = Artifact.open(run / "4-distill-prediction", kind="student")
@@ -88,7 +90,7 @@ def build_tiny(root: Path) -> TinyBuild:
         export_onnx(teacher.path, draft.path / "teacher")
     onnx = Artifact.open(run / "5-export", kind="onnx")
     with seal("6-quantize", "int8", {"onnx": onnx, "teacher": teacher, "corpus": corpus}) as draft:
-        quantize_graph(onnx.path / "student" / "model.onnx", draft.path / "model.onnx", "dynamic", None, 0, 0)
+        quantize_graph(onnx.path / "student" / "model.onnx", draft.path / "model.onnx", PerRow())
         load_tokenizer(student.path).save_pretrained(draft.path)
     int8 = Artifact.open(run / "6-quantize", kind="int8")
     publish(
@@ -117,7 +119,19 @@ def tiny_build(tmp_path_factory: pytest.TempPathFactory) -> TinyBuild:
 
 @pytest.fixture(scope="session")
 def tiny_server(tiny_build: TinyBuild) -> Iterator[TritonServer]:
-    """A real Triton that serves the tiny build."""
+    """A real Triton that serves the tiny build. One that dies is started again on its ports; `still_alive` tells."""
     ports = {name: free_port() for name in ("http_port", "grpc_port", "metrics_port")}
     with TritonServer(tiny_build.repository, **ports) as server:
         yield server
+
+
+@pytest.fixture(autouse=True)
+def still_alive(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Fail each test under which the server of the session died, with what its log says."""
+    server: TritonServer | None = None
+    if "tiny_server" in request.fixturenames:
+        server = request.getfixturevalue("tiny_server")
+    known = len(server.deaths()) if server else 0
+    yield
+    if server and server.deaths()[known:]:
+        pytest.fail(f"{server.deaths()[known:]}; its log says:\n{server.log_tail(40)}")

@@ -5,7 +5,7 @@ import sys
 import types
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import onnx
@@ -148,17 +148,45 @@ class FakeResponse:
         self.error = error
 
 
-def request_of(**tensors: np.ndarray) -> dict[str, FakeTensor]:
+ALL_OUTPUTS = ("LABEL", "SCORE", "PROBABILITIES", "VALUE", "TRUNCATED", "logits")
+
+
+class FakeRequest(dict[str, FakeTensor]):
+    """Triton's request: tensors by name."""
+
+    asked: Sequence[str] = ALL_OUTPUTS
+
+    def requested_output_names(self) -> Sequence[str]:
+        return self.asked
+
+
+class FakeFamily:
+    """Triton's family of metrics; all that was counted is in `counted`, by name."""
+
+    COUNTER = "counter"
+    counted: ClassVar[dict[str, float]] = {}
+
+    def __init__(self, name: str, description: str, kind: str) -> None:
+        self.name = name
+
+    def Metric(self, labels: dict[str, str]) -> "FakeFamily":
+        return self
+
+    def increment(self, value: float) -> None:
+        self.counted[self.name] = self.counted.get(self.name, 0) + value
+
+
+def request_of(**tensors: np.ndarray) -> FakeRequest:
     """Return a request as the fake module reads it."""
-    return {name: FakeTensor(name, value) for name, value in tensors.items()}
+    return FakeRequest({name: FakeTensor(name, value) for name, value in tensors.items()})
 
 
-def text_request(*texts: str | bytes) -> dict[str, FakeTensor]:
+def text_request(*texts: str | bytes) -> FakeRequest:
     """Return a request of texts, [texts, 1]."""
     return request_of(TEXT=text_column(*texts))
 
 
-def pair_request(*pairs: tuple[str | bytes, str | bytes]) -> dict[str, FakeTensor]:
+def pair_request(*pairs: tuple[str | bytes, str | bytes]) -> FakeRequest:
     """Return a request of pairs, two columns of [pairs, 1]."""
     first, second = zip(*pairs, strict=True)
     return request_of(TEXT=text_column(*first), TEXT_PAIR=text_column(*second))
@@ -179,9 +207,11 @@ def load_entry(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
         Tensor=FakeTensor,
         InferenceResponse=FakeResponse,
         TritonError=FakeTritonError,
+        MetricFamily=FakeFamily,
         get_input_tensor_by_name=lambda request, name: request.get(name),
     )
     monkeypatch.setitem(sys.modules, backend.__name__, backend)
+    FakeFamily.counted.clear()
     # The model sets them for its own process.
     monkeypatch.setenv("TOKENIZERS_PARALLELISM", "false")
     monkeypatch.setenv("RAYON_NUM_THREADS", "1")
@@ -197,6 +227,7 @@ def load_entry(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
         model.initialize(
             {
                 "model_config": json_format.MessageToJson(config, preserving_proto_field_name=True),
+                "model_name": version.parent.name,
                 "model_repository": str(version.parent),
                 "model_version": version.name,
             }

@@ -216,5 +216,7 @@ def test_public_names_are_sorted_and_exist() -> None:
         found: Any = vars(serving)[name]
         assert found.__doc__
     errors = [value for value in vars(serving.errors).values() if isinstance(value, type)]
-    assert all(issubclass(error, ServingError) and error.exit_code == 1 for error in errors)
+    assert all(issubclass(error, ServingError) for error in errors)
+    assert {error for error in errors if error.exit_code == 3} == {serving.SmokeError}
+    assert {error.exit_code for error in errors} == {1, 3}
     assert {error.__name__ for error in errors} <= set(serving.__all__)

@@ -89,26 +89,90 @@ def test_no_requests_give_no_responses(kit: Any, entry: Any) -> None:
     assert entry.execute([]) == []
 
 
-def test_large_batches_are_cut(kit: Any, entry: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    rows: list[int] = []
+def shapes_run(entry: Any, monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
+    """Return a list that collects the rows and tokens of each run."""
+    shapes: list[tuple[int, int]] = []
     feed = entry.feed
-    monkeypatch.setattr(entry, "feed", lambda encodings: rows.append(len(encodings)) or feed(encodings))
+
+    def noted(encodings: Any, width: int) -> Any:
+        shapes.append((len(encodings), width))
+        return feed(encodings, width)
+
+    monkeypatch.setattr(entry, "feed", noted)
+    return shapes
+
+
+def test_large_batches_are_cut(kit: Any, entry: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    shapes = shapes_run(entry, monkeypatch)
     texts = ["good", "bad", "fine"] * 3
     assert answers(entry, kit.text_request(*texts[:5]), kit.text_request(*texts[5:])) == [
         ["positive", "negative", "positive", "positive", "negative"],
         ["positive", "positive", "negative", "positive"],
     ]
-    assert rows == [4, 4, 1]
+    assert shapes == [(4, 8), (4, 8), (1, 8)]
 
 
-def test_rows_are_padded_to_a_multiple_of_eight_but_not_past_the_end(kit: Any, entry: Any) -> None:
-    encode = entry.tokenizer.encode_batch
-    short = entry.feed(encode(["good", "good film"]))
+def test_rows_of_one_width_run_together_and_none_is_padded_to_a_longer_one(
+    kit: Any, entry: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shapes = shapes_run(entry, monkeypatch)
+    found = answers(entry, kit.text_request("good", "bad " * 50), kit.text_request("good " * 9, "bad"))
+    assert found == [["positive", "negative"], ["positive", "negative"]]
+    # max_tokens is 12, and the position table may end there.
+    assert shapes == [(2, 8), (2, 12)]
+
+
+def test_a_batch_holds_no_more_tokens_than_it_may(
+    kit: Any,
+    make_model: Callable[..., ServedModel],
+    load_entry: Callable[[Path], Any],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model = make_model(max_batch_tokens=24)
+    entry = load_entry(write(model, tmp_path / "repository")[0])
+    shapes = shapes_run(entry, monkeypatch)
+    assert answers(entry, kit.text_request(*["good"] * 4, *["bad " * 9] * 3))[0] == ["positive"] * 4 + ["negative"] * 3
+    assert shapes == [(3, 8), (1, 8), (2, 12), (1, 12)]
+    # One row always runs, however small the budget.
+    entry.max_batch_tokens = 1
+    assert answers(entry, kit.text_request("good"))[0] == ["positive"]
+
+
+def test_rows_are_padded_to_the_width(kit: Any, entry: Any) -> None:
+    short = entry.feed(entry.tokenizer.encode_batch(["good", "good film"]), 8)
     assert {name: tensor.shape for name, tensor in short.items()} == dict.fromkeys(entry.inputs, (2, 8))
     assert short["attention_mask"].tolist() == [[1] * 3 + [0] * 5, [1] * 4 + [0] * 4]
     assert short["input_ids"][0].tolist() == [2, 4, 3, 0, 0, 0, 0, 0]
-    # max_tokens is 12, and the position table may end there.
-    assert entry.feed(encode(["good " * 50]))["input_ids"].shape == (1, 12)
+
+
+def test_a_text_that_was_cut_is_reported(kit: Any, entry: Any) -> None:
+    # 12 tokens are 10 words between [CLS] and [SEP].
+    response = entry.execute([kit.text_request("good " * 10, "good " * 11, "good")])[0]
+    assert response.outputs["TRUNCATED"].tolist() == [[False], [True], [False]]
+    assert response.outputs["TRUNCATED"].dtype == np.bool_
+
+
+def test_only_what_is_asked_for_is_answered(kit: Any, entry: Any) -> None:
+    request = kit.text_request("good")
+    request.asked = ("LABEL",)
+    assert set(entry.execute([request])[0].outputs) == {"LABEL"}
+
+
+def test_work_is_counted(kit: Any, entry: Any) -> None:
+    counted = kit.FakeFamily.counted
+    entry.execute([kit.text_request("good film", "bad " * 20), kit.text_request("")])
+    assert counted == {}
+    entry.finalize()
+    assert counted["compressor_texts_total"] == 2
+    assert counted["compressor_truncated_texts_total"] == counted["compressor_refused_requests_total"] == 1
+    assert (counted["compressor_tokens_total"], counted["compressor_padded_tokens_total"]) == (4 + 12, 8 + 12)
+    assert 0 < counted["compressor_tokenise_seconds_total"] < 1
+    assert 0 < counted["compressor_run_seconds_total"] < 1
+    # A second later the next request hands it over by itself.
+    entry.counters._flushed -= 2
+    entry.execute([kit.text_request("good")])
+    assert counted["compressor_texts_total"] == 3
 
 
 def test_graph_without_token_types_gets_none(
@@ -165,7 +229,7 @@ def scores(kit: Any, load_entry: Callable[[Path], Any], tmp_path: Path) -> Any:
 
 
 def test_pair_is_encoded_as_bert_expects_and_the_longer_text_is_cut(pairs: Any) -> None:
-    tensors = pairs.feed(pairs.tokenizer.encode_batch([("good", "bad film"), ("good " * 50, "bad film")]))
+    tensors = pairs.feed(pairs.tokenizer.encode_batch([("good", "bad film"), ("good " * 50, "bad film")]), 12)
     short, long = ({name: tensor[row].tolist() for name, tensor in tensors.items()} for row in (0, 1))
     assert short["input_ids"] == [2, 4, 3, 5, 7, 3] + [0] * 6
     assert short["token_type_ids"] == [0, 0, 0, 1, 1, 1] + [0] * 6
@@ -179,7 +243,7 @@ def test_first_and_second_text_are_told_apart(kit: Any, pairs: Any) -> None:
     request = kit.pair_request(("good", "film"), ("film", "good"), ("good", "bad"), ("good good good good", "good"))
     assert answers(pairs, request) == [["positive", "negative", "positive", "positive"]]
     response = pairs.execute([request])[0]
-    assert set(response.outputs) == {"LABEL", "SCORE", "PROBABILITIES"}
+    assert set(response.outputs) == {"LABEL", "SCORE", "PROBABILITIES", "TRUNCATED"}
     assert math.isclose(response.outputs["SCORE"][1, 0], math.exp(6) / (1 + math.exp(6)), rel_tol=1e-6)
 
 
@@ -218,7 +282,7 @@ def test_texts_without_their_seconds_are_refused(kit: Any, pairs: Any) -> None:
 def test_regression_answers_the_logit_itself(kit: Any, scores: Any) -> None:
     requests = kit.pair_request(("good", "film"), ("é good", "good")), kit.pair_request(("film", "fine"))
     found = [response.outputs for response in scores.execute(list(requests))]
-    assert [list(outputs) for outputs in found] == [["VALUE"], ["VALUE"]]
+    assert [list(outputs) for outputs in found] == [["TRUNCATED", "VALUE"]] * 2
     assert found[0]["VALUE"].dtype == np.float32
     assert [outputs["VALUE"].tolist() for outputs in found] == [[[2.0], [4.0]], [[-0.5]]]
 

@@ -33,7 +33,7 @@ def test_layout_of_a_first_publication(make_model: Callable[..., ServedModel], r
         {"config.pbtxt", "labels.txt", ".compressor.json"},
         {"config.pbtxt", "labels.txt", "manifest.json"},
     )
-    entry, student = {"model.py", "tokenizer.json"}, {"model.py", "model.onnx"}
+    entry, student = {"model.py", "tokenizer.json", "expected.json"}, {"model.py", "model.onnx"}
     expected = {f"{model}/{name}" for model in ("sst2", "sst2_student", "sst2_teacher") for name in shared}
     expected |= {f"sst2/1/{name}" for name in version | entry}
     expected |= {f"sst2_student/1/{name}" for name in version | student}

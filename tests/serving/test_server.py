@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import socket
 import threading
 import urllib.error
@@ -56,6 +57,9 @@ def test_answers_are_consistent_for_every_batch_size(server: TritonServer, proto
             assert tuple(answer.probabilities) == client.labels
             assert answer.score == answer.probabilities[answer.label] == max(answer.probabilities.values())
             assert abs(sum(answer.probabilities.values()) - 1) < 1e-6
+            assert answer.is_truncated == (text == "good " * 40)
+            assert answer.top(1) == [(answer.label, answer.score)]
+            assert [label for label, _ in answer.top(2)] == sorted(client.labels, reverse=answer.label == "positive")
         assert [answer.label for answer in alone[:5]] == ["positive", "negative", "positive", "positive", "positive"]
         # 9 texts are more than the 4 that the model takes at once.
         for count in range(1, len(texts) + 1):
@@ -229,7 +233,28 @@ def test_every_error_has_an_exit_code(server: TritonServer) -> None:
 
 def test_metrics_are_served(server: TritonServer) -> None:
     with urllib.request.urlopen(server.metrics_url) as answer:
-        assert b'nv_inference_count{model="sst2"' in answer.read()
+        page = answer.read().decode()
+    assert 'nv_inference_count{model="sst2"' in page
+    counted = re.search(r'compressor_texts_total{model="sst2",version="2"} (\d+)', page)
+    assert counted
+    assert int(counted[1]) > 0
+    for name in ("tokenise_seconds", "run_seconds", "tokens", "padded_tokens"):
+        assert f'compressor_{name}_total{{model="sst2",version="2"}}' in page
+
+
+def test_the_best_labels_can_be_asked_of_triton(server: TritonServer) -> None:
+    import tritonclient.grpc as library
+
+    tensor = library.InferInput("TEXT", [1, 1], "BYTES")
+    tensor.set_data_from_numpy(np.array([[b"good"]], dtype=object))
+    client = library.InferenceServerClient(server.grpc_url)
+    try:
+        asked = [library.InferRequestedOutput("PROBABILITIES", class_count=2)]
+        (best, other) = client.infer("sst2", [tensor], outputs=asked).as_numpy("PROBABILITIES")[0]
+        assert re.fullmatch(rb"0\.8\d+:1:positive", best)
+        assert re.fullmatch(rb"0\.1\d+:0:negative", other)
+    finally:
+        client.close()
 
 
 def test_server_listens_on_loopback_alone(server: TritonServer) -> None:

@@ -39,6 +39,11 @@ output {
   dims: 2
   label_filename: "labels.txt"
 }
+output {
+  name: "TRUNCATED"
+  data_type: TYPE_BOOL
+  dims: 1
+}
 instance_group {
   count: 3
   kind: KIND_CPU
@@ -55,6 +60,12 @@ parameters {
   key: "labels"
   value {
     string_value: "[\\"negative\\", \\"positive\\"]"
+  }
+}
+parameters {
+  key: "max_batch_tokens"
+  value {
+    string_value: "8192"
   }
 }
 parameters {
@@ -103,7 +114,7 @@ def test_entry_config_of_a_regression_on_pairs(kit: Any, tmp_path: Path) -> None
     config = triton.entry_config(kit.score_model(tmp_path), student="stsb_student", pad_id=0)
     kinds = [(tensor.name, tensor.data_type, list(tensor.dims)) for tensor in (*config.input, *config.output)]
     string, number = config.input[0].data_type, config.output[0].data_type
-    assert kinds == [("TEXT", string, [1]), ("TEXT_PAIR", string, [1]), ("VALUE", number, [1])]
+    assert kinds == [("TEXT", string, [1]), ("TEXT_PAIR", string, [1]), ("VALUE", number, [1]), ("TRUNCATED", 1, [1])]
     assert config.output[0].label_filename == ""
     assert triton.parameters_of(config)["labels"] == "[]"
 

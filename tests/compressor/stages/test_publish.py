@@ -12,7 +12,8 @@ import pytest
 from compressor.artifact import Artifact
 from compressor.config import PublishConfig
 from compressor.dataset import Example, write_examples
-from compressor.stages.publish import is_published, publish
+from compressor.stages import publish as stage
+from compressor.stages.publish import is_published, publish, warmup_texts
 from compressor.tasks import TASKS
 from serving import RepositoryError, read, repository, triton
 from tests import tiny
@@ -63,12 +64,68 @@ def test_pairs_and_regressions_are_published_as_what_they_are(tmp_path: Path, na
     for served in (name, f"{name}_teacher"):
         config = triton.from_text((tmp_path / "root" / served / "config.pbtxt").read_text())
         assert [tensor.name for tensor in config.input] == ["TEXT", "TEXT_PAIR"]
-        assert config.output[-1].name == ("PROBABILITIES" if task.labels else "VALUE")
-        assert list(config.output[-1].dims) == [task.outputs]
+        assert config.output[-2].name == ("PROBABILITIES" if task.labels else "VALUE")
+        assert list(config.output[-2].dims) == [task.outputs]
         assert json.loads(triton.parameters_of(config)["labels"]) == list(task.labels)
-        longest = config.model_warmup[-1].inputs
-        raw = [(tmp_path / "root" / served / "warmup" / longest[name].input_data_file).read_bytes() for name in longest]
-        assert sorted(text[4:].decode() for text in raw) == ["a bad film, bad", "a fine film"]
+        first = config.model_warmup[0].inputs
+        raw = {
+            name: (tmp_path / "root" / served / "warmup" / first[name].input_data_file).read_bytes() for name in first
+        }
+        assert {name: text[4:].decode() for name, text in raw.items()} == {"TEXT": "a good film", "TEXT_PAIR": "bad"}
+
+
+def test_a_cascade_is_chosen_on_the_validation_rows(tmp_path: Path) -> None:
+    task = TASKS["sst2"]
+    # The student knows "good" and "bad"; only the teacher knows "fine".
+    with tiny.sealed(tmp_path / "corpus", "examples") as draft:
+        texts = [("good good", 1), ("bad bad", 0), ("fine film", 1), ("good film", 1)]
+        rows = [Example(texts=(text,), label=label, origin=n) for n, (text, label) in enumerate(texts)]
+        write_examples(draft.path / "validation.arrow", rows, task)
+    weights = {"int8": [(5, 0), (4, 1)], "onnx": [(5, 0), (4, 1), (6, 1)]}
+    for kind, known in weights.items():
+        table = np.zeros((9, 2), np.float32)
+        for word, label in known:
+            table[word, label] = 2
+        with tiny.sealed(tmp_path / kind, kind) as draft:
+            folder = draft.path / "teacher" if kind == "onnx" else draft.path
+            write_graph(folder / "model.onnx", weights=table)
+            write_tokenizer(folder / "tokenizer.json")
+    made = publish(
+        PublishConfig(cascade=True),
+        task,
+        int8=Artifact.open(tmp_path / "int8", kind="int8"),
+        onnx_models=Artifact.open(tmp_path / "onnx", kind="onnx"),
+        corpus=Artifact.open(tmp_path / "corpus", kind="examples"),
+        max_tokens=tiny.MAX_TOKENS,
+        key="published",
+        out=tmp_path / "out",
+        root=tmp_path / "root",
+    )
+    found = made.metrics["cascade"]
+    assert (found["student_accuracy"], found["teacher_accuracy"], found["accuracy"]) == (0.75, 1.0, 1.0)
+    assert found["escalated"] == 0.25
+    assert 0.5 < found["threshold"] < 0.88
+    config = triton.from_text((tmp_path / "root" / "sst2_cascade" / "config.pbtxt").read_text())
+    assert float(triton.parameters_of(config)["threshold"]) == found["threshold"]
+    assert is_published(made, tmp_path / "root")
+
+
+def test_warmups_are_a_text_of_each_width(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    lengths = [30, 3, 4, 50, 12, 14, 70]
+    with tiny.sealed(tmp_path / "corpus", "examples") as draft:
+        rows = [Example(texts=(" ".join(["good"] * (n - 2)),), label=1, origin=i) for i, n in enumerate(lengths)]
+        write_examples(draft.path / "validation.arrow", rows, TASKS["sst2"])
+    tokenizer = write_tokenizer(tmp_path / "tokenizer.json")
+    corpus = Artifact.open(tmp_path / "corpus", kind="examples")
+
+    def widths() -> list[int]:
+        return [str(text).count("good") + 2 for text in warmup_texts(corpus, TASKS["sst2"], tokenizer, 64)]
+
+    assert widths() == [3, 12, 30, 50, 70]
+    monkeypatch.setattr(stage, "MOST_WARMUPS", 3)
+    assert widths() == [3, 30, 70]
+    monkeypatch.setattr(stage, "MOST_WARMUPS", 1)
+    assert widths() == [3]
 
 
 def files(root: Path) -> dict[str, tuple[int, int]]:

@@ -1,0 +1,291 @@
+"""soak: minutes of mixed load, good and bad, on one server; every answer is checked, deaths and memory are watched."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import random
+import signal
+import socket
+import subprocess
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any
+
+import grpc
+import numpy as np
+from tritonclient.grpc import service_pb2_grpc
+
+from benchmarks import report
+from benchmarks.report import Table, number
+from benchmarks.serve import Where, read_texts
+from compressor.errors import GateError
+from compressor.latency import summary
+from serving import repository
+from serving.client import Client
+from serving.errors import DeadlineError, ServingError, UnavailableError
+from serving.messages import infer_request
+from serving.model import Text
+from serving.online import numbers_of, version_files
+from serving.runtime import TritonServer, free_port
+
+MAX_GROWTH = 0.05
+MAX_DIFFERENCE = 0.2  # of a probability: dynamic INT8 depends on what else is in the batch
+_GOOD_CLIENTS, _STEP_S = 4, 0.02
+
+log = logging.getLogger(__name__)
+
+
+@dataclass
+class Seen:
+    """What the clients saw, all threads together."""
+
+    right: Counter[str] = field(default_factory=Counter)
+    """Answers, or errors, that were as they must be, by what was sent."""
+    lost: Counter[str] = field(default_factory=Counter)
+    """Requests that found no server, or a server that died meanwhile."""
+    reasons: Counter[str] = field(default_factory=Counter)
+    """What was said to good requests that were lost."""
+    wrong: list[str] = field(default_factory=list)
+    times_ms: list[float] = field(default_factory=list)
+    """Of good requests."""
+    rss_bytes: list[int] = field(default_factory=list)
+    """Memory of all processes of the server, each second."""
+    recoveries: list[dict[str, Any]] = field(default_factory=list)
+    """Kills, and the seconds until the next right answer."""
+
+
+def soak(where: Where, *, minutes: float, kills: bool, threads: int, seed: int, command: str) -> dict[str, Any]:
+    """Load a server for some minutes; with `kills`, also kill it, and a model's process, in the middle.
+
+    Raises ServingError if the repository cannot be served.
+    """
+    repository.read(where.repository)
+    files = version_files(where.repository / where.model)
+    texts = _texts(read_texts(where.texts, files.is_pair), files.is_pair, seed)
+    expected = dict(zip(texts, files.answers(texts), strict=True))
+    context = report.context(command=command, seed=seed, threads=threads)
+    seen, end = Seen(), threading.Event()
+    ports = free_port(), free_port(), free_port()
+    with TritonServer(where.repository, http_port=ports[0], grpc_port=ports[1], metrics_port=ports[2]) as server:
+        tasks: list[Callable[[random.Random], None]] = [
+            *[lambda r: _good(server, where.model, expected, seen, r)] * _GOOD_CLIENTS,
+            lambda r: _churn(server, where.model, expected, seen, r),
+            lambda r: _bad(server, where.model, files.is_pair, seen, r),
+            lambda r: _giving_up(server, where.model, texts, seen, r),
+            lambda r: _slow(server, seen, r),
+        ]
+        with ThreadPoolExecutor(len(tasks) + 1) as pool:
+            running = [pool.submit(_repeat, task, random.Random(seed + n), end) for n, task in enumerate(tasks)]
+            running.append(pool.submit(_repeat, lambda r: _measure(server, seen), random.Random(0), end))
+            try:
+                _pass_time(server, where, expected, seen, 60 * minutes, kills=kills)
+            finally:
+                end.set()
+            for task in running:
+                task.result()
+        deaths = server.deaths()
+    quarter = max(1, len(seen.rss_bytes) // 4)
+    return {
+        "benchmark": "soak",
+        "quick": False,
+        **context,
+        "minutes": minutes,
+        "right": dict(seen.right),
+        "lost": dict(seen.lost),
+        "reasons": dict(seen.reasons.most_common(10)),
+        "wrong": seen.wrong[:20],
+        "wrong_count": len(seen.wrong),
+        "latency": summary(seen.times_ms),
+        "rss_mb": {
+            "second_quarter": float(np.median(seen.rss_bytes[quarter : 2 * quarter] or seen.rss_bytes)) / 1e6,
+            "last_quarter": float(np.median(seen.rss_bytes[-quarter:])) / 1e6,
+        },
+        "deaths": deaths,
+        "recoveries": seen.recoveries,
+    }
+
+
+def check(result: dict[str, Any]) -> None:
+    """Raise GateError if an answer was wrong, memory grew, or the server died without being killed."""
+    missed = []
+    if result["wrong_count"]:
+        missed.append(f"{result['wrong_count']} wrong answers, the first: {result['wrong'][0]}")
+    growth = result["rss_mb"]["last_quarter"] / result["rss_mb"]["second_quarter"] - 1
+    if growth > MAX_GROWTH and not result["deaths"]:
+        missed.append(f"memory grew by {100 * growth:.1f} % (at most {100 * MAX_GROWTH:.0f})")
+    if len(result["deaths"]) > len(result["recoveries"]):
+        missed.append(f"{len(result['deaths']) - len(result['recoveries'])} deaths by itself: {result['deaths']}")
+    if missed:
+        raise GateError("; ".join(missed))
+
+
+def tables(result: dict[str, Any]) -> list[Table]:
+    """What was sent and what came of it, and recoveries."""
+    kinds = sorted({*result["right"], *result["lost"]})
+    rows = [[kind, str(result["right"].get(kind, 0)), str(result["lost"].get(kind, 0))] for kind in kinds]
+    memory = [[name, number(value, 1)] for name, value in result["rss_mb"].items()]
+    kills = [[row["killed"], number(row["seconds"], 1), str(row["lost"])] for row in result["recoveries"]]
+    return [
+        Table(f"{result['minutes']:g} minutes, {result['wrong_count']} wrong", ["sent", "right", "lost"], rows),
+        Table("memory of the server, MB", ["when", "median"], memory),
+        Table("killed", ["what", "seconds until right again", "requests lost"], kills),
+    ]
+
+
+def _texts(found: Sequence[Text], is_pair: bool, seed: int) -> list[Text]:
+    """Real texts, and joins of them up to about 512 words."""
+    chooser = random.Random(seed)
+    texts = list(dict.fromkeys(chooser.sample(list(found), min(100, len(found)))))
+    if is_pair:
+        return texts
+    words = " ".join(map(str, found)).split()
+    lengths = [1, 2, 8, 30, 60, 120, 250, 510]
+    return texts + [" ".join(words[n : n + length]) for n, length in enumerate(lengths)]
+
+
+def _repeat(task: Callable[[random.Random], None], chooser: random.Random, end: threading.Event) -> None:
+    while not end.is_set():
+        task(chooser)
+
+
+def _good(
+    server: TritonServer, model: str, expected: dict[Text, dict[str, float]], seen: Seen, chooser: random.Random
+) -> None:
+    """Twenty requests on one connection."""
+    with Client(server.grpc_url, model=model) as client:
+        for _ in range(20):
+            _ask(client, expected, seen, chooser, "good")
+
+
+def _churn(
+    server: TritonServer, model: str, expected: dict[Text, dict[str, float]], seen: Seen, chooser: random.Random
+) -> None:
+    """One request on a connection of its own, over HTTP."""
+    with Client(server.http_url, model=model, protocol="http") as client:
+        _ask(client, expected, seen, chooser, "new connection")
+
+
+def _ask(client: Client, expected: dict[Text, dict[str, float]], seen: Seen, chooser: random.Random, kind: str) -> None:
+    text = chooser.choice(list(expected))
+    began = time.perf_counter()
+    try:
+        (answer,) = client.classify([text])
+    except (UnavailableError, DeadlineError) as error:
+        seen.lost[kind] += 1
+        seen.reasons[str(error)] += 1
+        time.sleep(_STEP_S)
+        return
+    except ServingError as error:
+        seen.wrong.append(f"{text!r:.60}: {error}")
+        return
+    seen.times_ms.append((time.perf_counter() - began) * 1000)
+    found, wanted = numbers_of(answer), expected[text]
+    if max(abs(found[name] - wanted[name]) for name in wanted) > MAX_DIFFERENCE:
+        seen.wrong.append(f"{text!r:.60}: {found} instead of {wanted}")
+    else:
+        seen.right[kind] += 1
+
+
+def _bad(server: TritonServer, model: str, is_pair: bool, seen: Seen, chooser: random.Random) -> None:
+    """A request that must be refused, whatever it is sent beside."""
+    kind = chooser.choice(["empty", "100 kB", "control", "not UTF-8", "wrong type", "wrong shape", "unknown model"])
+    raws = {"empty": b" ", "100 kB": b"a" * 100_001, "control": b"a\x00b", "not UTF-8": b"good \xff"}
+    names = ("TEXT", "TEXT_PAIR") if is_pair else ("TEXT",)
+    request = infer_request(model, "", {name: [raws.get(kind, b"good")] for name in names}, ())
+    if kind == "wrong type":
+        request.inputs[0].datatype = "INT64"
+        request.raw_input_contents[0] = bytes(8)
+    elif kind == "wrong shape":
+        request.inputs[0].shape[:] = [1, 2]
+    elif kind == "unknown model":
+        request.model_name = "nobody"
+    try:
+        with grpc.insecure_channel(server.grpc_url, options=[("grpc.enable_http_proxy", 0)]) as channel:
+            service_pb2_grpc.GRPCInferenceServiceStub(channel).ModelInfer(request, timeout=20)
+    except grpc.RpcError as error:
+        status = error.code().name
+        if status in ("INVALID_ARGUMENT", "NOT_FOUND"):
+            seen.right[f"bad: {kind}"] += 1
+        elif status in ("UNAVAILABLE", "DEADLINE_EXCEEDED", "CANCELLED"):
+            seen.lost[f"bad: {kind}"] += 1
+        else:
+            seen.wrong.append(f"{kind}: {status} {error.details()}")
+    else:
+        seen.wrong.append(f"{kind} was answered")
+    time.sleep(_STEP_S)
+
+
+def _giving_up(server: TritonServer, model: str, texts: Sequence[Text], seen: Seen, chooser: random.Random) -> None:
+    """A request that its sender cancels after a moment, or closes the connection on."""
+    text = chooser.choice(texts)
+    parts = text if isinstance(text, tuple) else (text,)
+    raw = {name: [part.encode()] for name, part in zip(("TEXT", "TEXT_PAIR"), parts, strict=False)}
+    channel = grpc.insecure_channel(server.grpc_url, options=[("grpc.enable_http_proxy", 0)])
+    call = service_pb2_grpc.GRPCInferenceServiceStub(channel).ModelInfer.future(infer_request(model, "", raw, ()))
+    time.sleep(chooser.random() * 0.02)
+    if chooser.random() < 0.5:
+        call.cancel()
+    channel.close()
+    seen.right["given up"] += 1
+    time.sleep(_STEP_S)
+
+
+def _slow(server: TritonServer, seen: Seen, chooser: random.Random) -> None:
+    """A connection that sends half a request, waits and goes."""
+    with contextlib.suppress(OSError), socket.create_connection((server.host, server.http_port), 5) as connection:
+        connection.sendall(b"POST /v2/models/sst2/infer HTTP/1.1\r\nHost: a\r\nContent-Length: 500\r\n\r\n{")
+        time.sleep(chooser.random())
+        seen.right["slow"] += 1
+    time.sleep(_STEP_S)
+
+
+def _measure(server: TritonServer, seen: Seen) -> None:
+    listed = subprocess.run(["ps", "-o", "rss=", "-s", str(server.pid)], capture_output=True, text=True, check=False)
+    seen.rss_bytes.append(1024 * sum(map(int, listed.stdout.split())))
+    time.sleep(1)
+
+
+def _pass_time(
+    server: TritonServer,
+    where: Where,
+    expected: dict[Text, dict[str, float]],
+    seen: Seen,
+    seconds: float,
+    *,
+    kills: bool,
+) -> None:
+    if not kills:
+        time.sleep(seconds)
+        return
+    for what in ("/bin/tritonserver", f"/{where.model}/"):
+        time.sleep(seconds / 3)
+        before = seen.lost.total()
+        known = len(server.deaths())
+        os.kill(_process(server, what), signal.SIGKILL)
+        began = time.perf_counter()
+        while len(server.deaths()) == known:
+            time.sleep(_STEP_S)
+        server.wait_ready()
+        with Client(server.grpc_url, model=where.model) as client:
+            trial = Seen()
+            _ask(client, expected, trial, random.Random(0), "after a kill")
+            if trial.wrong or trial.lost:
+                seen.wrong.append(f"the first request after a kill of {what}: {trial.wrong or dict(trial.reasons)}")
+        seen.recoveries.append(
+            {"killed": what, "seconds": time.perf_counter() - began, "lost": seen.lost.total() - before}
+        )
+    time.sleep(seconds / 3)
+
+
+def _process(server: TritonServer, what: str) -> int:
+    listed = subprocess.run(
+        ["ps", "-wwo", "pid=,args=", "-s", str(server.pid)], capture_output=True, text=True, check=True
+    )
+    lines = [line.split(None, 1) for line in listed.stdout.splitlines()]
+    return next(int(pid) for pid, command in lines if what in command and int(pid) != server.pid)

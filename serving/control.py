@@ -1,0 +1,116 @@
+"""Asks a running server about its models, and to load and unload them, over gRPC with the key of its own start.
+
+Who may control a server is who can read its run folder, which belongs to the user that started it.
+"""
+
+import json
+import os
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from serving.errors import StartError
+
+if TYPE_CHECKING:
+    from tritonclient.grpc import InferenceServerClient
+
+RESTRICTED = "model-repository,shared-memory,trace,logging"
+"""Interfaces of the server that need the key."""
+
+HEADER = "admin-key"
+_FILE = "control.json"
+_TIMEOUT_S = 300.0
+
+
+def base_folder() -> Path:
+    """Return the folder that holds the run folders of this user's servers."""
+    return Path(tempfile.gettempdir()) / f"compressor-triton-{os.getuid()}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Control:
+    """How to control one running server."""
+
+    grpc_url: str
+    """host:port."""
+
+    key: str
+    """Opens the restricted interfaces."""
+
+    repository: str
+    """The model repository that it serves."""
+
+    staging: str
+    """A second, empty repository: models are tried here before they replace one."""
+
+    def save(self, run: Path) -> None:
+        """Leave it in the run folder of the server."""
+        descriptor = os.open(run / _FILE, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        with os.fdopen(descriptor, "w") as file:
+            json.dump(asdict(self), file)
+
+    def load(self, model: str) -> None:
+        """Load what the repository holds of a model now, in place of what is loaded.
+
+        Raises RequestError if the server refuses it; what was loaded before goes on then.
+        """
+        with self._client() as (client, headers):
+            client.load_model(model, headers=headers, client_timeout=_TIMEOUT_S)
+
+    def unload(self, model: str) -> None:
+        """Unload a model."""
+        with self._client() as (client, headers):
+            client.unload_model(model, headers=headers, client_timeout=_TIMEOUT_S)
+
+    def states(self) -> dict[str, dict[int, str]]:
+        """Return the state of each version of each model."""
+        with self._client() as (client, headers):
+            index = client.get_model_repository_index(headers=headers, client_timeout=_TIMEOUT_S)
+        found: dict[str, dict[int, str]] = {}
+        for model in index.models:
+            found.setdefault(model.name, {})[int(model.version or 0)] = model.state or "UNAVAILABLE"
+        return found
+
+    def live(self, model: str) -> int:
+        """Return the version that requests without one get; 0 if none is ready."""
+        return max((n for n, state in self.states().get(model, {}).items() if state == "READY"), default=0)
+
+    def statistics(self) -> list[dict[str, Any]]:
+        """Return what the server has counted of each version, with Triton's own names; times in nanoseconds."""
+        with self._client() as (client, _):
+            found = client.get_inference_statistics(as_json=True, client_timeout=_TIMEOUT_S)
+        return list(found.get("model_stats", []))
+
+    @contextmanager
+    def _client(self) -> "Iterator[tuple[InferenceServerClient, dict[str, str]]]":
+        # Loaded here, so that a program that only starts servers needs no client library.
+        import tritonclient.grpc as library
+
+        from serving.transport import border
+
+        client = library.InferenceServerClient(self.grpc_url, channel_args=[("grpc.enable_http_proxy", 0)])
+        try:
+            with border(self.grpc_url, _TIMEOUT_S):
+                yield client, {f"triton-grpc-protocol-{HEADER}": self.key}
+        finally:
+            client.close()
+
+
+def find_control(grpc_url: str) -> Control:
+    """Return how to control the server of this user at host:port; raise StartError if none of them listens there."""
+    known = []
+    for file in base_folder().glob(f"*/{_FILE}"):
+        try:
+            control = Control(**json.loads(file.read_text()))
+        except (OSError, ValueError, TypeError):
+            continue
+        known.append(control.grpc_url)
+        if control.grpc_url == grpc_url:
+            return control
+    raise StartError(
+        f"no server of yours that `compressor serve` started listens at {grpc_url}; "
+        f"{f'these do: {known}' if known else 'start one'}"
+    )

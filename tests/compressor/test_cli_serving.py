@@ -1,0 +1,80 @@
+"""The commands around a running server, as users run them."""
+
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from compressor.cli import app, main
+from serving import TritonServer, free_port, repository
+from tests.serving.conftest import tiny_model
+
+
+def test_a_sound_repository_passes_and_a_damaged_one_fails_with_its_faults(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    root = published(tmp_path)
+    assert run(monkeypatch, "verify", root) == 0
+    assert capsys.readouterr().out == f"{root}: nothing is wrong\n"
+    (root / "sst2" / "labels.txt").write_text("no\nyes\n")
+    assert run(monkeypatch, "verify", root) == 1
+    shown = capsys.readouterr()
+    assert "the parameter `labels` and labels.txt differ" in shown.out
+    assert f"error: model repository {root} has 2 faults; correct or publish it again" in shown.err
+    assert run(monkeypatch, "verify", root, "--json") == 1
+    rows = json.loads(capsys.readouterr().out)
+    assert {row["model"] for row in rows} == {"sst2"}
+    assert len(rows) == 2
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TritonServer]:
+    """A server of a tiny model."""
+    ports = {name: free_port() for name in ("http_port", "grpc_port", "metrics_port")}
+    with TritonServer(published(tmp_path_factory.mktemp("cli")), **ports) as started:
+        yield started
+
+
+@pytest.mark.triton
+def test_status_deploy_and_rollback(server: TritonServer, tmp_path: Path) -> None:
+    runner, url = CliRunner(), ("--url", server.grpc_url)
+    assert runner.invoke(app, ["verify", str(server.repository), *url]).exit_code == 0
+    shown = runner.invoke(app, ["status", *url]).stdout.splitlines()
+    assert shown[0].split()[:4] == ["model", "version", "newest", "state"]
+    assert [line.split()[:4] for line in shown[1:]] == [[name, "1", "1", "READY"] for name in ("sst2", "sst2_student")]
+    deployed = runner.invoke(app, ["deploy", *url])
+    assert deployed.stdout == "sst2 answers with version 1 already\n"
+    published(tmp_path, root=server.repository, labels=("bad", "good"))
+    (row,) = [
+        row for row in json.loads(runner.invoke(app, ["status", "--json", *url]).stdout) if row["model"] == "sst2"
+    ]
+    assert (row["version"], row["published"]) == (1, 2)
+    deployed = runner.invoke(app, ["deploy", *url])
+    assert deployed.stdout == (
+        "sst2 answers with version 2, before with 1; 2 stored texts were answered as they must be\n"
+    )
+    back = runner.invoke(app, ["rollback", "--json", *url])
+    assert json.loads(back.stdout) == {"model": "sst2", "before": 2, "after": 1, "smoked": 2}
+
+
+def test_no_server_is_one_sentence(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(monkeypatch, "status", "--url", "127.0.0.1:1") == 1
+    assert "error: no server of yours that `compressor serve` started listens at 127.0.0.1:1" in capsys.readouterr().err
+
+
+def run(monkeypatch: pytest.MonkeyPatch, *arguments: object) -> int:
+    """Run the command line in this process; return its exit code."""
+    monkeypatch.setattr(sys, "argv", ["compressor", *map(str, arguments)])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    return int(ended.value.code or 0)
+
+
+def published(folder: Path, *, root: Path | None = None, labels: tuple[str, str] = ("negative", "positive")) -> Path:
+    """Publish a tiny model."""
+    target = root or folder / "repository"
+    repository.write(tiny_model(folder / "model", labels=labels), target)
+    return target

@@ -1,0 +1,226 @@
+"""Every refusal of a server is found in the files before one is started."""
+
+import hashlib
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+from onnx import TensorProto
+from tritonclient.grpc import model_config_pb2 as pb
+
+from serving import Client, RepositoryError, ServedModel, TritonServer, triton, write
+from serving.online import verify_served
+from serving.verify import CONFIG, verify
+
+
+@pytest.fixture
+def published(kit: Any, make_model: Callable[..., ServedModel], tmp_path: Path) -> Path:
+    """A repository of ours, with a teacher."""
+    root = tmp_path / "repository"
+    write(make_model(), root, teacher=kit.tiny_model(tmp_path / "teacher"))
+    return root
+
+
+@pytest.fixture
+def plain(kit: Any, tmp_path: Path) -> Path:
+    """A repository for the onnxruntime backend, written by hand."""
+    folder = tmp_path / "plain" / "bag"
+    kit.write_graph(folder / "1" / "model.onnx")
+    (folder / "labels.txt").write_text("negative\npositive\n")
+    config = pb.ModelConfig(name="bag", backend="onnxruntime", max_batch_size=4)
+    for name in kit.ALL_INPUTS:
+        config.input.add(name=name, data_type=pb.TYPE_INT64, dims=[-1])
+    config.output.add(name="logits", data_type=pb.TYPE_FP32, dims=[2], label_filename="labels.txt")
+    config.instance_group.add(kind=pb.ModelInstanceGroup.KIND_CPU, count=1)
+    (folder / CONFIG).write_text(triton.to_text(config))
+    return folder.parent
+
+
+def change(folder: Path, edit: Callable[[pb.ModelConfig], Any]) -> None:
+    """Edit the configuration of a model."""
+    config = triton.from_text((folder / CONFIG).read_text())
+    edit(config)
+    (folder / CONFIG).write_text(triton.to_text(config))
+
+
+def faults(root: Path, **options: Any) -> list[str]:
+    """Return the findings as lines."""
+    return [" ".join(finding) for finding in verify(root, **options)]
+
+
+def test_a_sound_repository_has_no_findings(published: Path, plain: Path) -> None:
+    assert verify(published) == []
+    assert verify(published, release="24.10") == []
+    assert verify(plain, release="24.10") == []
+
+
+def set_dims(tensor: Any, *dims: int) -> None:
+    del tensor.dims[:]
+    tensor.dims.extend(dims)
+
+
+EDITS: list[tuple[Callable[[pb.ModelConfig], Any], str]] = [
+    (lambda c: setattr(c, "name", "other"), "name is 'other'; it must be the folder's, 'bag'"),
+    (lambda c: setattr(c, "backend", "onnx"), "backend is 'onnx'; known: python, onnxruntime"),
+    (lambda c: setattr(c, "max_batch_size", 0), "below 1 no requests share a batch"),
+    (lambda c: set_dims(c.input[0], -1, -1), r"input_ids has dims \[-1, -1\]; without the batch axis the graph has"),
+    (lambda c: set_dims(c.input[0], 128), r"input_ids has dims \[128\]; the graph's axis is open, .* write -1"),
+    (lambda c: set_dims(c.input[0], 0), r"input input_ids has dims \[0\]; each must be -1 or at least 1"),
+    (lambda c: set_dims(c.output[0], 3), r"logits has dims \[3\]; without the batch axis the graph has \[2\]"),
+    (lambda c: set_dims(c.output[0], 3), r"logits has dims \[3\] and labels.txt the labels"),
+    (lambda c: setattr(c.input[0], "data_type", pb.TYPE_INT32), "input_ids is TYPE_INT32; the graph has TYPE_INT64"),
+    (lambda c: setattr(c.input[0], "data_type", pb.TYPE_INVALID), "input input_ids has no data_type"),
+    (lambda c: setattr(c.input[0], "name", "ids"), r"names the inputs \['ids'\]; the graph has \['input_ids'"),
+    (lambda c: c.input.pop(), r"has 2 inputs and lacks \['token_type_ids'\]"),
+    (lambda c: c.input.add(name="more", data_type=pb.TYPE_INT64, dims=[-1]), r"names the inputs \['more'\]"),
+    (lambda c: setattr(c.input[1], "name", "input_ids"), "each needs a name of its own"),
+    (lambda c: setattr(c.output[0], "name", "scores"), r"names the outputs \['scores'\]; the graph has \['logits'\]"),
+    (lambda c: c.ClearField("output"), "there is no output"),
+    (lambda c: setattr(c.instance_group[0], "count", 0), "instance_group has no count"),
+    (lambda c: c.ClearField("instance_group"), "there is no instance_group"),
+    (lambda c: setattr(c.instance_group[0], "kind", pb.ModelInstanceGroup.KIND_GPU), "the server will find 0"),
+    (lambda c: c.version_policy.specific.versions.append(7), "bag 7 is a version that the policy names"),
+    (lambda c: setattr(c, "default_model_filename", "m.onnx"), "1/m.onnx is missing"),
+    (lambda c: setattr(c.output[0], "label_filename", "l.txt"), "names the labels l.txt, which cannot be read"),
+]
+
+
+@pytest.mark.parametrize(("edit", "message"), EDITS, ids=[message[:40] for _, message in EDITS])
+def test_each_refusal_of_a_config_is_found(plain: Path, edit: Callable[[pb.ModelConfig], Any], message: str) -> None:
+    change(plain / "bag", edit)
+    assert re.search(message, "\n".join(faults(plain, release="24.10", gpus=0)))
+
+
+def test_text_that_is_no_config_names_the_line(plain: Path) -> None:
+    (plain / "bag" / CONFIG).write_text('name: "bag"\nmax_batch_size: "four"\n')
+    (line,) = faults(plain, release="24.10")
+    assert line.startswith("bag config.pbtxt config.pbtxt is not a Triton model configuration (2:17")
+    (plain / "bag" / CONFIG).unlink()
+    assert faults(plain) == ["bag config.pbtxt is missing; a server that completes configurations would guess one"]
+
+
+@pytest.mark.parametrize(
+    ("graph", "message"),
+    [
+        ({"rows": 1}, r"its first axis must be open"),
+        ({"kind": TensorProto.INT32}, "input_ids is TYPE_INT64; the graph has TYPE_INT32"),
+        ({"output": "scores"}, r"names the outputs \['logits'\]; the graph has \['scores'\]"),
+        ({"weights": np.zeros((9, 3), np.float32)}, r"the graph has \[3\]"),
+    ],
+)
+def test_a_graph_that_does_not_fit_is_found(kit: Any, plain: Path, graph: dict[str, Any], message: str) -> None:
+    kit.write_graph(plain / "bag" / "1" / "model.onnx", **graph)
+    assert re.search(message, "\n".join(faults(plain, release="24.10")))
+
+
+def test_versions_that_the_release_does_not_read_are_found(plain: Path) -> None:
+    file = plain / "bag" / "1" / "model.onnx"
+    model = onnx.load(str(file))
+    model.ir_version = 11
+    model.opset_import[0].version = 22
+    onnx.save(model, str(file))
+    assert faults(plain, release="24.10") == [
+        "bag 1 model.onnx has IR version 11; Triton 24.10 has ONNX Runtime 1.19.2, which reads 10 at most",
+        "bag 1 model.onnx has opset 22; Triton 24.10 has ONNX Runtime 1.19.2, which reads 21 at most",
+    ]
+    assert faults(plain, release="26.01") == []
+    with pytest.raises(RepositoryError, match=r"Triton release '9' is not known here; known: 24.10"):
+        verify(plain, release="9")
+
+
+def test_the_embedded_server_lacks_a_backend(plain: Path) -> None:
+    assert "backend is 'onnxruntime', which the embedded server lacks" in faults(plain)[0]
+
+
+def test_a_graph_that_does_not_open_here_is_found(published: Path) -> None:
+    file = published / "sst2_student" / "1" / "model.onnx"
+    model = onnx.load(str(file))
+    model.ir_version = 99
+    onnx.save(model, str(file))
+    found = "\n".join(faults(published))
+    assert "sst2_student 1 the installed ONNX Runtime does not open model.onnx" in found
+    file.write_bytes(b"no graph")
+    assert "sst2 1 model.onnx is not an ONNX file" in "\n".join(faults(published))
+    file.unlink()
+    assert "sst2 1 opens sst2_student/1/model.onnx, which is missing" in faults(published)
+
+
+def flip_a_byte(file: Path) -> None:
+    raw = bytearray(file.read_bytes())
+    raw[len(raw) // 2] ^= 1
+    file.write_bytes(raw)
+
+
+def test_one_flipped_byte_is_found_in_every_file(published: Path) -> None:
+    files = [path for path in published.rglob("*") if path.is_file() and path.name != ".compressor.json"]
+    assert len(files) > 20
+    for file in files:
+        before = file.read_bytes()
+        flip_a_byte(file)
+        assert verify(published), file
+        file.write_bytes(before)
+    assert verify(published) == []
+
+
+def test_a_student_that_is_not_its_entry_models_is_found(kit: Any, published: Path, tmp_path: Path) -> None:
+    other = tmp_path / "other"
+    write(kit.tiny_model(tmp_path / "b", onnx=kit.write_graph(tmp_path / "b.onnx", weights=kit.WEIGHTS * 2)), other)
+    shutil.rmtree(published / "sst2_student")
+    shutil.copytree(other / "sst2_student", published / "sst2_student")
+    assert faults(published) == ["sst2 1 holds files that are not the ones that were published: a checksum differs"]
+    shutil.rmtree(published / "sst2")
+    assert faults(published)[-1] == " . sst2_student has no entry model beside it"
+
+
+def test_labels_warmups_and_folders_are_checked(published: Path) -> None:
+    model = published / "sst2"
+    (model / "labels.txt").write_text("negative\nneutral\n")
+    (model / "v2").mkdir()
+    (model / "01").mkdir()
+    file = next((model / "warmup").iterdir())
+    file.write_bytes(b"\x05\x00\x00\x00good")
+    change(model, lambda config: setattr(config.model_warmup[0], "batch_size", 99))
+    found = "\n".join(faults(published))
+    for line in (
+        "sst2 config.pbtxt the parameter `labels` and labels.txt differ",
+        "sst2 v2 is no version",
+        "sst2 01 is no version",
+        f"warmup/{file.name} does not hold 1 strings, each after its length in bytes",
+        "warm-up text0 has the batch size 99; at most 4",
+        f"{model / 'labels.txt'} is not the one of version 1",
+    ):
+        assert line in found
+
+
+def test_nothing_to_check_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(RepositoryError, match="holds no model"):
+        verify(tmp_path)
+    with pytest.raises(RepositoryError, match="is no folder"):
+        verify(tmp_path / "absent")
+
+
+@pytest.mark.triton
+def test_a_running_server_is_compared_with_the_files(kit: Any, published: Path, tmp_path: Path) -> None:
+    other = tmp_path / "other"
+    shutil.copytree(published, other)
+    kit.write_graph(other / "sst2_student" / "1" / "model.onnx", weights=kit.WEIGHTS * 0.5)
+    write(kit.tiny_model(tmp_path / "b", labels=("no", "yes")), other)
+    with TritonServer(published, **kit.ports()) as server:
+        assert verify_served(published, server.grpc_url) == []
+        with Client(server.grpc_url, version=1) as client:
+            assert client.classify(["good"])[0].label == "positive"
+        assert "version 2 is not ready" in [finding.fault for finding in verify_served(other, server.grpc_url)]
+        # The server opened its files before: what they are now answers otherwise.
+        kit.write_graph(published / "sst2_student" / "1" / "model.onnx", weights=kit.WEIGHTS * 0.5)
+        found = [finding.fault for finding in verify_served(published, server.grpc_url)]
+        assert any("with numbers" in fault and "from those of its files" in fault for fault in found)
+
+
+def test_digests_are_of_the_bytes(published: Path) -> None:
+    for file in (published / "sst2" / "warmup").iterdir():
+        assert file.stem == hashlib.sha256(file.read_bytes()).hexdigest()[:16]
