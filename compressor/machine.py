@@ -6,16 +6,18 @@ import platform
 import resource
 import shutil
 import sys
+from collections.abc import Sequence
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import psutil
 
 from compressor.world import available_cores
 
 # Instruction sets that decide the speed, and without VNNI also the numbers, of INT8.
-CPU_FLAGS = ("avx2", "avx512f", "avx512_vnni", "avx_vnni", "avx512_bf16", "amx_int8", "amx_bf16", "asimddp")
+CPU_FLAGS = ("avx2", "avx512f", "avx512_vnni", "avx_vnni", "avx512_bf16", "amx_int8", "amx_bf16", "asimd", "asimddp")
+TargetCpu = Literal["auto", "avx2", "avx512_vnni", "amx", "neon"]
 PACKAGES = ("torch", "transformers", "datasets", "optimum-onnx", "onnx", "onnxruntime", "onnxruntime-gpu", "numpy")
 
 
@@ -50,6 +52,21 @@ def fingerprint() -> dict[str, Any]:
         "system": f"{platform.system()} {platform.machine()}",
         "python": platform.python_version(),
     }
+
+
+def int8_cpu(flags: Sequence[str] | None = None) -> TargetCpu:
+    """The kind of processor that INT8 products run on, by CPU flags; this machine's if none are given.
+
+    `avx2` is everything on x86 without VNNI: there, the sum of two products of 8 by 8 bits saturates in 16.
+    """
+    found = set(fingerprint()["cpu_flags"] if flags is None else flags)
+    kinds: tuple[tuple[str, TargetCpu], ...] = (
+        ("amx_int8", "amx"),
+        ("avx512_vnni", "avx512_vnni"),
+        ("avx_vnni", "avx512_vnni"),
+        ("asimd", "neon"),
+    )
+    return next((kind for flag, kind in kinds if flag in found), "avx2")
 
 
 def versions() -> dict[str, str]:

@@ -30,6 +30,8 @@ from compressor.artifact import Artifact
 from compressor.dataset import task_of
 from compressor.errors import ArtifactError
 from compressor.evaluate import METRIC_NAMES, Labels, Logits, answers, paired, same_answers
+from compressor.report_augmentation import augmentation, is_augmentation
+from compressor.report_int8 import int8_candidates, int8_facts, int8_gates
 from compressor.tasks import Task
 
 RUN_FILE = "run.json"
@@ -73,7 +75,7 @@ def collect(run: Path, artifacts: Mapping[str, Artifact]) -> dict[str, Any]:
         raise ArtifactError(f"{run} holds no finished stage to report on; run `compressor build`")
     metrics = {name: found.metrics for name, found in artifacts.items()}
     # The last of a kind counts: of the students, the one that is served.
-    parts = {found.manifest["kind"]: found for found in artifacts.values() if "asked_rows" not in found.metrics}
+    parts = {found.manifest["kind"]: found for found in artifacts.values() if not is_augmentation(found)}
     corpus = parts["examples"]
     task = task_of(corpus)
     texts, label_N = _test_rows(corpus, task)
@@ -88,12 +90,13 @@ def collect(run: Path, artifacts: Mapping[str, Artifact]) -> dict[str, Any]:
         },
         "recipe": _recipe(run),
         "data": {**corpus.metrics, "use": USE_OF_SPLITS | dict.fromkeys(task.extra_files, USE_OF_SPLITS["test"])},
-        "augmentation": next((found for found in metrics.values() if "asked_rows" in found), None),
+        "augmentation": augmentation(artifacts),
         "models": _models(artifacts),
         "systems": _systems(parts, task),
         "comparisons": [_comparison(task, logits, *pair, label_N) for pair in PAIRS if set(pair) <= set(logits)],
         "gates": _gates(parts),
         "int8_candidates": _candidates(parts["int8"]) if "int8" in parts else None,
+        "int8": int8_facts(parts["int8"].metrics, parts["int8"].manifest["section"]) if "int8" in parts else None,
         "latency": _latency(parts["int8"]) if "int8" in parts else None,
         "disagreements": _disagreements(task, texts, label_N, logits) if "int8" in parts else None,
         "training": [{"stage": name, **found["history"]} for name, found in metrics.items() if "history" in found],
@@ -198,23 +201,12 @@ def _gates(parts: Mapping[str, Artifact]) -> list[dict[str, Any]]:
         value, bound = facts["max_logit_difference"], facts["bound"]
         name = f"{model} ONNX equal to PyTorch (largest logit difference, {facts['rows']} validation texts)"
         gates.append((name, value, "at most", bound, "logits", value <= bound))
-    for row in _candidates(parts["int8"]) if "int8" in parts else []:
-        if row["chosen"]:
-            lost = f"{METRIC_NAMES[row['metric']]} lost on validation, worse of batch 1 and 64"
-            name = f"INT8 ({row['scheme']}) close to fp32 ({lost})"
-            gates.append((name, row["drop_points"], "at most", row["bound_points"], "points", row["within_bound"]))
+    gates += int8_gates(_candidates(parts["int8"])) if "int8" in parts else []
     return [dict(zip(("gate", "value", "rule", "bound", "unit", "passed"), gate, strict=True)) for gate in gates]
 
 
 def _candidates(int8: Artifact) -> list[dict[str, Any]]:
-    """The INT8 schemes that were tried, fp32 first, with what each loses on validation and the bound."""
-    metrics, bound = int8.metrics, int8.manifest["section"]["max_metric_drop"]
-    rows = []
-    for row in metrics["candidates"]:
-        drop = metrics["candidates"][0]["score"] - row["score"]
-        facts = {"drop_points": 100 * drop, "bound_points": 100 * bound, "within_bound": drop <= bound + 1e-12}
-        rows.append({**row, **(facts if row["scheme"] != "fp32" else {}), "chosen": row["scheme"] == metrics["scheme"]})
-    return rows
+    return int8_candidates(int8.metrics, int8.manifest["section"])
 
 
 def _latency(int8: Artifact) -> dict[str, Any]:
@@ -340,6 +332,7 @@ def html(facts: Mapping[str, Any]) -> str:
 def _render(facts: Mapping[str, Any], form: str, plots: Mapping[str, str] | None = None) -> str:
     """One template says what the report says; its macros write headings and tables in either form."""
     jinja = Environment(autoescape=form == "html", undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+    jinja.filters |= {"points": lambda share: f"{100 * share:.1f}"}
     jinja.filters |= {"plain": _plain, "pretty": lambda value: json.dumps(value, indent=1, ensure_ascii=False)}
     text = (resources.files("compressor") / "templates" / "report.html").read_text(encoding="utf-8")
     return jinja.from_string(text).render(facts=facts, form=form, plots=plots)

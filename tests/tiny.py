@@ -189,6 +189,7 @@ learning_rate = 3e-3
 batch_size = 16
 
 [quantize]
+candidates = ["static", "per-row", "dynamic"]
 max_metric_drop = 0.1
 calibration_rows = 16
 

@@ -1,29 +1,35 @@
-"""export: student and teacher -> ONNX through Optimum, each proved against PyTorch on real validation texts."""
+"""export: student and teacher -> ONNX graphs made for classification, each proved against PyTorch on real texts.
+
+Shape legend: B batch, S sequence, N rows, C outputs.
+"""
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
+import onnx
 
-from compressor import artifact
+from compressor import artifact, onnx_graph
 from compressor.artifact import Artifact
 from compressor.checkpoints import load_classifier, load_tokenizer
 from compressor.config import ExportConfig
-from compressor.dataset import ENCODED, Encoded, encode
-from compressor.errors import GateError
-from compressor.evaluate import MODEL_FILE, OnnxPredictor, TorchPredictor, same_answers
+from compressor.dataset import ENCODED, Encoded, Inputs, encode
+from compressor.errors import ConfigError, GateError
+from compressor.evaluate import INPUT_NAMES, MODEL_FILE, Logits, OnnxPredictor, TorchPredictor, same_answers
 from compressor.progress import quiet_libraries
 from compressor.tasks import Task
+from compressor.triton_releases import IR_VERSION, OPSET, Format, format_for
 from compressor.world import available_cores
 
 MODELS = ("student", "teacher")
-OPSET = 18
-PARITY_BATCHES = (1, 8, 33)
+FP16_FILE = "model.fp16.onnx"
+PARITY_SHAPES = ((1, 1), (1, 128), (8, 33))  # rows x tokens, all of them real
 PARITY_ROWS = 256
+MIXED = 64  # rows of a batch of texts of all lengths
 
 log = logging.getLogger(__name__)
 
@@ -39,65 +45,180 @@ def export(
     key: str,
     out: Path,
 ) -> Artifact:
-    """Write `student/model.onnx` and `teacher/model.onnx` (fp32), with their tokenizers.
+    """Write `student/` and `teacher/`, each with `model.onnx` (fp32), its configuration and its tokenizer.
 
-    Raises GateError if a graph's logits differ from PyTorch's by more than the bound on any validation text tried.
+    With the target `gpu`, `model.fp16.onnx` lies beside it. Raises GateError if a graph's logits differ from PyTorch's
+    by more than the bound on any validation text tried, and ModelError if a graph cannot be served.
     """
     parents = {"student": student, "teacher": teacher, "corpus": corpus}
+    form = format_for(config.triton_release)
     with artifact.write(out, "onnx", key=key, section=config.model_dump(), parents=parents) as draft:
         for name, source in zip(MODELS, (student, teacher), strict=True):
             folder = draft.path / name
-            export_onnx(source.path, folder)
-            tokenizer = load_tokenizer(source.path)
-            examples = encode(corpus, "validation", tokenizer, max_tokens, cache=out.parent / ENCODED)
-            parity = measure_parity(folder / MODEL_FILE, source.path, task, examples)
-            size_bytes = (folder / MODEL_FILE).stat().st_size
-            draft.metrics[name] = {**parity, "bound": config.max_logit_difference, "size_bytes": size_bytes}
-            line = (
-                f"{name}: largest logit difference to PyTorch {parity['max_logit_difference']:.2e} on "
-                f"{parity['rows']} validation texts (bound {config.max_logit_difference:.0e})"
-            )
-            log.info("export %s", line)
-            if not parity["max_logit_difference"] <= config.max_logit_difference:
-                raise GateError(f"parity gate: {line}; the same answer to {100 * parity['agreement']:.2f} %")
+            exporter = export_onnx(source.path, folder, exporter=config.exporter, form=form)
+            encoded = encode(corpus, "validation", load_tokenizer(source.path), max_tokens, cache=out.parent / ENCODED)
+            facts = {"exporter": exporter, "triton_release": config.triton_release, **vars(form)}
+            found = _proved(name, folder / MODEL_FILE, source.path, task, encoded, config.max_logit_difference)
+            facts |= found | {"size_by_part": onnx_graph.size_by_part(onnx.load(folder / MODEL_FILE))}
+            if "gpu" in config.targets:
+                write_fp16(folder / MODEL_FILE, folder / FP16_FILE)
+                bound = config.max_logit_difference_fp16
+                facts["fp16"] = _proved(f"{name} fp16", folder / FP16_FILE, source.path, task, encoded, bound)
+            draft.metrics[name] = facts
     return Artifact.open(out, kind="onnx")
 
 
-def export_onnx(model: Path, folder: Path) -> None:
-    """Export the classifier saved in `model` through Optimum into `folder`."""
-    from optimum.exporters.onnx import main_export
-
-    with quiet_libraries():  # tracing warns of Python control flow; the parity gate is what decides
-        main_export(
-            str(model), folder, task="text-classification", opset=OPSET, do_validation=False, local_files_only=True
+def _proved(name: str, graph: Path, model: Path, task: Task, examples: Encoded, bound: float) -> dict[str, Any]:
+    """What parity was measured. Raises GateError beyond the bound, or if logits are no numbers."""
+    parity = measure_parity(graph, model, task, examples)
+    largest = parity["max_logit_difference"]
+    no_numbers = [shape for shape, difference in parity["by_shape"].items() if difference is None]
+    if no_numbers:
+        raise GateError(
+            f"parity gate: {name}: logits that are no numbers (NaN or infinite) at {', '.join(no_numbers)}; the bound "
+            f"on their difference to PyTorch is {bound:.0e}; look for weights that are not finite, or too large"
         )
+    line = (
+        f"{name}: largest logit difference to PyTorch {largest:.2e} on {parity['rows']} validation texts "
+        f"(bound {bound:.0e})"
+    )
+    log.info("export %s", line)
+    if not largest <= bound:
+        shapes = ", ".join(f"{shape}: {difference:.2e}" for shape, difference in parity["by_shape"].items())
+        raise GateError(
+            f"parity gate: {line}; by rows x tokens {shapes}; the same answer to {100 * parity['agreement']:.2f} %"
+        )
+    return {**parity, "bound": bound, "size_bytes": graph.stat().st_size}
+
+
+def export_onnx(
+    model: Path, folder: Path, *, exporter: str = "auto", form: Format | None = None, rewrite: bool = True
+) -> str:
+    """Export the classifier saved in `model` into `folder`, with configuration and tokenizer; returns the exporter.
+
+    `auto` is Optimum where it can be imported, else PyTorch's own. Not to `rewrite` leaves the graph as the library
+    computes it, every token through every layer. Raises ConfigError if the exporter asked for is missing.
+    """
+    from transformers import BertForSequenceClassification
+
+    from compressor.classifier_graph import ClassifierGraph
+
+    source = BertForSequenceClassification.from_pretrained(model, local_files_only=True).eval()
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / MODEL_FILE
+    chosen = _exporter() if exporter == "auto" else exporter
+    if chosen == "optimum" and _exporter() != "optimum":
+        raise ConfigError(
+            'export.exporter is "optimum" and optimum-onnx cannot be imported; install it, or use "torch"'
+        )
+    write = _write_with_optimum if chosen == "optimum" else _write_with_torch
+    with quiet_libraries():  # tracing warns of Python control flow; the parity gate is what decides
+        write(ClassifierGraph(source) if rewrite else source, path)
+    graph = onnx.load(path)
+    if rewrite:
+        onnx_graph.fix_shapes(graph)
+    graph.ir_version = IR_VERSION if form is None else form.ir_version
+    onnx.save(graph, path)
+    onnx_graph.check(path)
+    source.config.save_pretrained(folder)
+    load_tokenizer(model).save_pretrained(folder)
+    return chosen
+
+
+def _exporter() -> str:
+    try:
+        import optimum.exporters.onnx  # noqa: F401
+    except ImportError:  # not installed, or made for another transformers
+        return "torch"
+    return "optimum"
+
+
+def _write_with_optimum(model: Any, path: Path) -> None:
+    from optimum.exporters.onnx import export as write
+    from optimum.exporters.tasks import TasksManager
+
+    make_config = TasksManager.get_exporter_config_constructor(
+        "onnx", model_type="bert", task="text-classification", library_name="transformers"
+    )
+    write(model, make_config(model.config, task="text-classification"), path, opset=OPSET)
+
+
+def _write_with_torch(model: Any, path: Path) -> None:
+    import torch
+
+    axes = {name: {0: "batch_size", 1: "sequence_length"} for name in INPUT_NAMES} | {"logits": {0: "batch_size"}}
+    ids_BS = torch.ones(2, 16, dtype=torch.int64)
+    inputs = {"input_ids": ids_BS, "token_type_ids": torch.zeros_like(ids_BS), "attention_mask": ids_BS}
+    torch.onnx.export(
+        model,
+        (),
+        str(path),
+        kwargs=inputs,
+        input_names=["input_ids", "attention_mask", "token_type_ids"],  # the order of the arguments
+        output_names=["logits"],
+        dynamic_axes=axes,
+        opset_version=OPSET,
+        dynamo=False,
+    )
+
+
+def write_fp16(source: Path, target: Path) -> None:
+    """Write a graph with fp16 weights and arithmetic, for GPUs; its logits stay fp32."""
+    from onnxruntime.transformers.float16 import convert_float_to_float16
+
+    with quiet_libraries():
+        onnx.save(convert_float_to_float16(onnx.load(source), keep_io_types=True), target)
+    onnx_graph.check(target)
 
 
 def measure_parity(graph: Path, model: Path, task: Task, examples: Encoded) -> dict[str, Any]:
-    """Largest logit difference, and agreement, to PyTorch: in batches of several sizes, long and short mixed."""
-    random = np.random.default_rng(0)
-    rows = random.permutation(len(examples))[:PARITY_ROWS]
-    length_N = examples.lengths(np.arange(len(examples)))
-    rows[:2] = length_N.argmax(), length_N.argmin()
-    batches = [
-        examples.batch(rows[first : first + batch_size])
-        for batch_size in PARITY_BATCHES
-        for first in range(0, len(rows), batch_size)
-    ]
+    """Largest logit difference to PyTorch at several shapes, all texts real, and agreement on whole texts.
+
+    A difference is None if logits on either side are no numbers.
+    """
+    classifier = load_classifier(model, task)
+    theirs, batches = TorchPredictor(classifier), dict(_parity_batches(examples, classifier.config))
     # One after the other: the threads of either would slow the other down.
-    theirs_NC, mine_NC = (
-        np.concatenate([predictor(batch.inputs) for batch in batches])
-        for predictor in (TorchPredictor(load_classifier(model, task)), OnnxPredictor(graph, threads=available_cores()))
-    )
-    largest = _difference(mine_NC, theirs_NC)
+    expected = {shape: [theirs(inputs) for inputs in found] for shape, found in batches.items()}
+    mine = OnnxPredictor(graph, threads=available_cores())
+    found = {shape: [mine(inputs) for inputs in inputs_of] for shape, inputs_of in batches.items()}
+    by_shape = {shape: difference(np.concatenate(found[shape]), np.concatenate(expected[shape])) for shape in batches}
+    whole = f"{MIXED}xmixed"
+    mine_NC, theirs_NC = (np.concatenate(logits[whole]) for logits in (found, expected))
     return {
-        "max_logit_difference": largest,
+        "max_logit_difference": max((value for value in by_shape.values() if value is not None), default=None),
+        "by_shape": by_shape,
         "agreement": float(same_answers(task, mine_NC, theirs_NC).mean()),
-        "rows": len(rows),
-        "batch_sizes": list(PARITY_BATCHES),
+        "rows": len(mine_NC),
     }
 
 
-def _difference(mine_NC: NDArray[np.float32], theirs_NC: NDArray[np.float32]) -> float:
-    difference = float(np.abs(mine_NC - theirs_NC).max())
-    return difference if np.isfinite(difference) else float(np.finfo(np.float32).max)  # nan compares as no difference
+def _parity_batches(examples: Encoded, shape: Any) -> Iterator[tuple[str, list[Inputs]]]:
+    """By rows x tokens: batches made of validation texts. The longest and the shortest are always among them."""
+    rows = np.random.default_rng(0).permutation(len(examples))[:PARITY_ROWS]
+    length_N = examples.lengths(np.arange(len(examples)))
+    rows[:2] = length_N.argmax(), length_N.argmin()
+    for count, tokens in PARITY_SHAPES:
+        yield f"{count}x{tokens}", [_full(examples, rows, count, min(tokens, shape.max_position_embeddings))]
+    mixed = [examples.batch(rows[first : first + MIXED]).inputs for first in range(0, len(rows), MIXED)]
+    yield f"{MIXED}xmixed", mixed
+
+
+def _full(examples: Encoded, rows: Any, count: int, tokens: int) -> Inputs:
+    """A batch of `count` rows of `tokens` tokens without padding: texts one after the other, cut to that length."""
+    parts: list[list[Any]] = [[], []]
+    needed, place = count * tokens, 0
+    while sum(map(len, parts[0])) < needed:
+        ids_BS, segment_BS, mask_BS = examples.batch(rows[[place % len(rows)]]).inputs
+        size = int(mask_BS.sum())
+        for part, values_BS in zip(parts, (ids_BS, segment_BS), strict=True):
+            part.append(values_BS[0, :size])
+        place += 1
+    ids_BS, segment_BS = (np.concatenate(part)[:needed].reshape(count, tokens) for part in parts)
+    return Inputs(ids_BS, segment_BS, np.ones_like(ids_BS))
+
+
+def difference(mine_NC: Logits, theirs_NC: Logits) -> float | None:
+    """The largest difference of two sets of logits; None if it is no number."""
+    largest = float(np.abs(mine_NC - theirs_NC).max())
+    return largest if np.isfinite(largest) else None

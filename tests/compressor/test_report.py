@@ -23,6 +23,7 @@ from compressor.tasks import TASKS, Task
 ROWS = 20
 LABELS = np.arange(ROWS) % 2
 WRONG = {"teacher": [0, 1], "student": [0, 1, 2], "int8": [1, 2, 3, 4]}  # test rows that each gets wrong
+INT8_BOUNDS = {"max_metric_drop": 0.005, "max_label_flips": 0.0}
 HOSTILE = "<script>alert(1)</script> a|b *bold* \n& [x](y) \\ `code`"
 MACHINE = {
     "processor": "Made-up CPU",
@@ -34,8 +35,8 @@ MACHINE = {
 }
 STEPS = (
     "1-corpus",
-    "2-augment",
-    "3-finetune",
+    "2-finetune",
+    "3-augment",
     "4-distill-intermediate",
     "5-distill-prediction",
     "6-export",
@@ -51,13 +52,20 @@ def make_run(
     section = {"task": task.model_dump(mode="json")}
     made = {
         "1-corpus": _seal(run, "1-corpus", "examples", _corpus_metrics(), section=section),
-        "2-augment": _seal(run, "2-augment", "examples", _augment_metrics(), parents=["1-corpus"]),
-        "3-finetune": _seal(
+        "2-finetune": _seal(
             run,
-            "3-finetune",
+            "2-finetune",
             "teacher",
             _model_metrics("teacher", 22_000_000, validate=True),
             section={"teacher": None},
+        ),
+        "3-augment": _seal(
+            run,
+            "3-augment",
+            "examples",
+            _augment_metrics(),
+            section={"vectors": "package:glove", "masked_lm": "adapt"},
+            parents=["1-corpus", "2-finetune"],
         ),
         "4-distill-intermediate": _seal(
             run,
@@ -72,15 +80,17 @@ def make_run(
             "student",
             _model_metrics("student", 14_000_000, validate=True),
             section={"objective": "prediction"},
-            parents=["3-finetune", "2-augment"],
+            parents=["2-finetune", "3-augment"],
         ),
         "6-export": _seal(run, "6-export", "onnx", _onnx_metrics(), parents=["5-distill-prediction"]),
-        "7-quantize": _seal(run, "7-quantize", "int8", _int8_metrics(), section={"max_metric_drop": 0.005}),
+        "7-quantize": _seal(run, "7-quantize", "int8", _int8_metrics(), section=INT8_BOUNDS),
         "8-publish": _seal(
             run, "8-publish", "publication", {"versions": {"sst2": {"version": 1, "digest": "d1"}}}, **manifest
         ),
     }
     _write_rows(made["1-corpus"].path)
+    examples = json.dumps([_augment_example(number) for number in range(20)])
+    (made["3-augment"].path / "examples.json").write_text(examples, encoding="utf-8")
     for name, found in made.items():
         if found.manifest["kind"] in WRONG:
             np.save(run / name / "test.logits.npy", _logits(WRONG[found.manifest["kind"]]))
@@ -130,7 +140,29 @@ def _corpus_metrics() -> dict[str, Any]:
 
 def _augment_metrics() -> dict[str, Any]:
     counts = {"original_rows": 2234, "rows": 10_000, "asked_rows": 11_170, "missing_rows": 1170}
-    return {**counts, "replaced_words_per_copy": 3.25, "rows_without_words": 7}
+    shares = {"share_by_masked_lm": 0.6, "share_by_vectors": 0.4, "duplicates": 321}
+    agreement = {"rows": 2000, "share": 0.905, "interval_95": [0.891, 0.917]}
+    perplexity = {"copies_judged": 200, "originals": 12.0, "copies": 30.0, "ratio": 2.5, "ratio_95": [2.1, 2.9]}
+    return {
+        **counts,
+        **shares,
+        "replaced_words_per_copy": 3.25,
+        "rows_without_words": 7,
+        "agreement": {"originals": {**agreement, "share": 0.99}, "copies": agreement, "vectors": agreement},
+        "perplexity": perplexity,
+    }
+
+
+def _augment_example(number: int) -> dict[str, Any]:
+    return {
+        "original": [["a ", False], ["good", True], [" film", False]],
+        "copy": [["a ", False], [HOSTILE, True], [f" film {number}", False]],
+        "label": "positive",
+        "by_masked_lm": 1,
+        "by_vectors": 0,
+        "teacher": "negative",
+        "teacher_probability": 0.875,
+    }
 
 
 def _measured(right: int) -> dict[str, Any]:
@@ -163,10 +195,15 @@ def _onnx_metrics() -> dict[str, Any]:
 
 def _int8_metrics() -> dict[str, Any]:
     paired = {"agreement": 0.95, "only_first_right": 1, "only_second_right": 0, "p_value": 1.0}
-    shared = {"metric": "accuracy", "flips": 0.0, "against_fp32": paired, "p50_ms": {"1x16": 1.0, "1x32": 1.5}}
-    fp32 = {"scheme": "fp32", "score": 0.95, "size_bytes": 57_000_000, **shared}
-    dynamic = {"scheme": "dynamic", "score": 0.95, "size_bytes": 15_000_000, **shared}
-    static = {"scheme": "static", "score": 0.9, "size_bytes": 14_900_000, **shared}
+    shared = {"metric": "accuracy", "agreement_fp32": 0.95, "agreement_teacher": 0.9, "excluded": [], "rows": 20}
+    shared |= {"batch_logit_difference": 0.0, "fp32_logit_difference": 0.1, "p50_ms": {"1x16": 1.0, "1x32": 1.5}}
+
+    def candidate(scheme: str, score: float, size_bytes: int, flips: float = 0.0) -> dict[str, Any]:
+        measured = {"score": score, "scores": {"1": score, "64": score}, "drop": 0.95 - score, "flips": flips}
+        return {"scheme": scheme, **measured, "size_bytes": size_bytes, **shared}
+
+    fp32, static = candidate("fp32", 0.95, 57_000_000), candidate("static", 0.9, 14_900_000)
+    dynamic, per_row = candidate("dynamic", 0.95, 15_000_000), candidate("per-row", 0.95, 15_000_000, flips=0.05)
     p50_ms = {"teacher PyTorch": 12.0, "teacher ONNX": 9.0, "student fp32": 2.0, "student INT8": 1.5}
     times = {
         name: {"1x32": {"p50_ms": p50, "p95_ms": 2 * p50, "p99_ms": 3 * p50, "calls": 99}}
@@ -176,7 +213,16 @@ def _int8_metrics() -> dict[str, Any]:
         "validation": _measured(19),
         "test": _measured(ROWS - len(WRONG["int8"])),
         "scheme": "dynamic",
-        "candidates": [fp32, dynamic, static],
+        "candidates": [fp32, dynamic, static, per_row],
+        "validation_pairs": {"student fp32": paired | {"difference": 0.0, "difference_95": [-0.1, 0.1]}},
+        "size_by_part": {
+            "fp32": {"embeddings": 38_700_000, "head": 400_000},
+            "int8": {"embeddings": 9_800_000, "head": 100_000},
+        },
+        "target_cpu": "avx2",
+        "built_on_cpu": "amx",
+        "weight_bits": 7,
+        "host_warning": "made for avx2 and timed on amx: the times are not those of the target",
         "threads": 2,
         "cpu_in_use_percent": 3.0,
         "latency": times,
@@ -263,14 +309,24 @@ def test_gates_state_value_and_bound(tmp_path: Path) -> None:
         (2e-6, 1e-4, True),
         (2e-6, 1e-4, True),
         (0, 0.5, True),
+        (0, 0, True),
     ]
 
 
 def test_rejected_int8_candidate_is_in_the_table(tmp_path: Path) -> None:
-    fp32, dynamic, static = collect(tmp_path, make_run(tmp_path))["int8_candidates"]
+    fp32, dynamic, static, per_row = collect(tmp_path, make_run(tmp_path))["int8_candidates"]
     assert "drop_points" not in fp32
     assert dynamic["chosen"]
     assert (static["drop_points"], static["within_bound"], static["chosen"]) == (pytest.approx(5), False, False)
+    assert (per_row["drop_points"], per_row["within_bound"]) == (0, False)  # its answers depend on the batch
+
+
+def test_the_int8_section_tells_parts_and_processors(tmp_path: Path) -> None:
+    facts = collect(tmp_path, make_run(tmp_path))
+    assert facts["int8"]["size_by_part"]["head"] == {"fp32": 400_000, "int8": 100_000}
+    text = markdown(facts)
+    assert "| embeddings | 38.70 | 9.80 |" in text
+    assert "of the kind avx2 with weights of 7 bits, on one of the kind amx. Take care: made for avx2 and timed" in text
 
 
 def test_disagreements_come_surest_first(tmp_path: Path) -> None:
@@ -313,7 +369,7 @@ def test_a_regression_of_pairs_is_reported_by_its_correlation(tmp_path: Path) ->
 def test_stages_name_what_they_were_made_from(tmp_path: Path) -> None:
     stages = {row["stage"]: row for row in collect(tmp_path, make_run(tmp_path))["stages"]}
     assert tuple(stages) == STEPS
-    assert stages["5-distill-prediction"]["made_from"] == ["3-finetune", "2-augment"]
+    assert stages["5-distill-prediction"]["made_from"] == ["2-finetune", "3-augment"]
 
 
 def test_stages_on_different_machines_are_told_apart(tmp_path: Path) -> None:
@@ -374,7 +430,7 @@ def test_markdown_keeps_a_hostile_text_in_its_cell(tmp_path: Path) -> None:
 def test_markdown_tables_have_no_gaps(tmp_path: Path) -> None:
     lines = markdown(collect(tmp_path, make_run(tmp_path))).splitlines()
     rules = [number for number, line in enumerate(lines) if line.startswith("|---")]
-    assert len(rules) == 11
+    assert len(rules) == 14
     for number in rules:
         assert lines[number - 2] == ""
         assert all(lines[near].startswith("| ") for near in (number - 1, number + 1))
@@ -409,14 +465,85 @@ def test_unfinished_build_reports_what_there_is(tmp_path: Path, finished: int) -
 
 
 def test_recipe_without_augmentation_says_nothing_of_it(tmp_path: Path) -> None:
-    facts = collect(tmp_path, make_run(tmp_path, leave_out=("2-augment",)))
+    facts = collect(tmp_path, make_run(tmp_path, leave_out=("3-augment",)))
     assert "augmentation" not in facts
     assert "Augmentation" not in markdown(facts)
 
 
+def test_report_says_how_far_the_augmentation_can_be_trusted(tmp_path: Path) -> None:
+    facts = collect(tmp_path, make_run(tmp_path))
+    found = facts["augmentation"]
+    assert (found["rows"], found["asked_rows"], found["duplicates"]) == (10_000, 11_170, 321)
+    assert [row["kind"] for row in found["agreement"]] == ["originals", "all copies", "words by vectors only"]
+    text = markdown(facts)
+    assert "60.0 % of them by a masked language model (adapt) and 40.0 % by word vectors (package:glove)" in text
+    assert "| all copies | 2,000 | 90.5 % (89.1 to 91.7) |" in text
+    assert "12.0 of originals, 30.0 of copies (200 pairs; times 2.50, 95 % interval 2.10 to 2.90)" in text
+    assert "were dropped" not in text
+    assert "held-out texts" not in text
+
+
+def test_page_shows_twenty_copies_with_what_was_replaced(tmp_path: Path) -> None:
+    page = write_report(tmp_path, make_run(tmp_path)).read_text(encoding="utf-8")
+    assert page.count("a <mark>good</mark> film") == 20
+    assert "a <mark>&lt;script&gt;" in page
+    assert "negative, 87.5 %" in page
+
+
+def test_report_says_how_many_copies_were_dropped(tmp_path: Path) -> None:
+    artifacts = make_run(tmp_path)
+    more = {"max_disagreement": 0.5, "dropped_rows": 1500, "rows": 8500}
+    text = markdown(collect(tmp_path, _changed(artifacts, "3-augment", metrics=_augment_metrics() | more)))
+    assert "Augmentation made 10,000 training rows of 11,170" in text
+    assert "1,500 copies were dropped" in text
+    assert "total probability above 0.5; 8,500 rows are left" in text
+
+
+def test_without_a_masked_lm_report_says_that_there_is_no_perplexity(tmp_path: Path) -> None:
+    metrics = {name: value for name, value in _augment_metrics().items() if name not in ("perplexity", "agreement")}
+    section = {"vectors": "package:glove", "masked_lm": None}
+    text = markdown(collect(tmp_path, _changed(make_run(tmp_path), "3-augment", metrics=metrics, section=section)))
+    assert "No masked language model was used" in text
+    assert "teacher's label" not in text
+
+
+def test_report_says_what_a_masked_lm_made_here_finds_again(tmp_path: Path) -> None:
+    artifacts = make_run(tmp_path)
+
+    def measured(share: float) -> dict[str, Any]:
+        best = {"share": share, "interval_95": [share - 0.01, share + 0.01]}
+        return {"test": {"texts": 10, "masked_tokens": 1234, "top_1": best, "top_15": best}}
+
+    metrics = {
+        "source": "package:base",
+        "fresh_head": True,
+        "provenance": ["the task's training rows", "reviews"],
+        "tokens": 1_000_000,
+        "at_start": measured(0.02),
+        "at_end": measured(0.52),
+    }
+    artifacts["3-adapt"] = _seal(tmp_path, "3-adapt", "masked-lm", metrics)
+    text = markdown(collect(tmp_path, artifacts))
+    assert "with a fresh head, on 1,000,000 tokens of the task's training rows, and reviews" in text
+    assert "| test | 1,234 | 2.0 % (1.0 to 3.0) | 52.0 % (51.0 to 53.0) |" in text
+
+
+def test_examples_that_cannot_be_read_are_refused(tmp_path: Path) -> None:
+    artifacts = make_run(tmp_path)
+    (artifacts["3-augment"].path / "examples.json").write_text("[")
+    with pytest.raises(ArtifactError, match=r"examples.json cannot be read .*; run its stage again"):
+        collect(tmp_path, artifacts)
+
+
+def _changed(artifacts: dict[str, Artifact], name: str, **manifest: Any) -> dict[str, Artifact]:
+    """The same build with other facts in one manifest."""
+    found = artifacts[name]
+    return artifacts | {name: Artifact(found.path, {**found.manifest, **manifest})}
+
+
 def test_logits_of_other_rows_are_refused(tmp_path: Path) -> None:
     artifacts = make_run(tmp_path)
-    np.save(artifacts["3-finetune"].path / "test.logits.npy", _logits([])[:5])
+    np.save(artifacts["2-finetune"].path / "test.logits.npy", _logits([])[:5])
     with pytest.raises(ArtifactError, match=r"has 5 finite rows of 5, the test split 20"):
         collect(tmp_path, artifacts)
 

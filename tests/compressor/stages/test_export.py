@@ -1,22 +1,26 @@
-"""ONNX graphs against PyTorch."""
+"""ONNX graphs against PyTorch: made for classification, and caught when they are wrong."""
 
 from __future__ import annotations
 
+import builtins
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnx
 import pytest
-from onnx import TensorProto
+from onnx import TensorProto, numpy_helper
 
+from compressor import onnx_graph
 from compressor.artifact import Artifact
 from compressor.checkpoints import load_classifier
 from compressor.config import ExportConfig
 from compressor.dataset import Inputs
-from compressor.errors import GateError
+from compressor.errors import ConfigError, GateError, ModelError
 from compressor.evaluate import OnnxPredictor, TorchPredictor
 from compressor.stages import export as stage
-from compressor.stages.export import _difference, export
+from compressor.stages.export import difference, export, export_onnx
+from compressor.triton_releases import format_for
 from tests import tiny
 from tests.conftest import Line
 
@@ -28,12 +32,22 @@ def exported(line: Line) -> Artifact:
     return Artifact.open(line.run / "6-export", kind="onnx")
 
 
+@pytest.fixture(scope="module")
+def graphs(line: Line, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """The teacher, which has two layers, by each exporter, and as the library computes it."""
+    folder, source = tmp_path_factory.mktemp("graphs"), line.run / "2-finetune"
+    assert export_onnx(source, folder / "optimum", exporter="optimum") == "optimum"
+    assert export_onnx(source, folder / "torch", exporter="torch") == "torch"
+    export_onnx(source, folder / "plain", rewrite=False)
+    return {name: folder / name / "model.onnx" for name in ("optimum", "torch", "plain")}
+
+
 def run(config: ExportConfig, line: Line, out: Path) -> Artifact:
     return export(
         config,
         tiny.TASK,
         student=Artifact.open(line.run / "5-distill-prediction", kind="student"),
-        teacher=Artifact.open(line.run / "3-finetune", kind="teacher"),
+        teacher=Artifact.open(line.run / "2-finetune", kind="teacher"),
         corpus=Artifact.open(line.run / "1-corpus", kind="examples"),
         max_tokens=tiny.MAX_TOKENS,
         key=out.name,
@@ -41,41 +55,82 @@ def run(config: ExportConfig, line: Line, out: Path) -> Artifact:
     )
 
 
-@pytest.mark.parametrize("name", ["student", "teacher"])
-def test_parity_is_measured_on_the_validation_texts(exported: Artifact, name: str) -> None:
-    found = exported.metrics[name]
-    assert found["max_logit_difference"] <= found["bound"] == 1e-4
-    assert (found["rows"], found["agreement"], found["batch_sizes"]) == (48, 1.0, [1, 8, 33])
-
-
-@pytest.mark.parametrize(("name", "step"), [("student", "5-distill-prediction"), ("teacher", "3-finetune")])
-@pytest.mark.parametrize(("rows", "tokens"), [(1, 3), (1, 16), (5, 7), (33, 12)])
-def test_a_graph_answers_as_pytorch_at_any_shape(
-    line: Line, exported: Artifact, name: str, step: str, rows: int, tokens: int
-) -> None:
+def batch(rows: int, tokens: int) -> Inputs:
+    """Random ids with padding behind them."""
     random = np.random.default_rng(rows)
-    ids = random.integers(5, 30, (rows, tokens))
     mask = (np.arange(tokens) < random.integers(1, tokens + 1, (rows, 1))).astype(np.int64)
-    inputs = Inputs(ids, random.integers(0, 2, (rows, tokens)), mask)
-    mine = OnnxPredictor(exported.path / name / "model.onnx", threads=1)(inputs)
-    theirs = TorchPredictor(load_classifier(line.run / step, tiny.TASK))(inputs)
+    return Inputs(random.integers(5, 30, (rows, tokens)), random.integers(0, 2, (rows, tokens)), mask)
+
+
+def operators(path: Path) -> dict[str, int]:
+    names = [node.op_type for node in onnx.load(path).graph.node]
+    return {name: names.count(name) for name in names}
+
+
+@pytest.mark.parametrize("name", ["student", "teacher"])
+def test_parity_is_measured_on_the_validation_texts_at_every_shape(exported: Artifact, name: str) -> None:
+    found = exported.metrics[name]
+    assert found["max_logit_difference"] == max(found["by_shape"].values()) <= found["bound"] == 1e-4
+    assert (found["rows"], found["agreement"]) == (48, 1.0)
+    assert list(found["by_shape"]) == ["1x1", "1x128", "8x33", "64xmixed"]
+
+
+@pytest.mark.parametrize("exporter", ["optimum", "torch"])
+@pytest.mark.parametrize(("rows", "tokens"), [(1, 1), (1, 16), (5, 7), (33, 12)])
+def test_a_graph_answers_as_pytorch_at_any_shape(
+    line: Line, graphs: dict[str, Path], exporter: str, rows: int, tokens: int
+) -> None:
+    mine = OnnxPredictor(graphs[exporter], threads=1)(batch(rows, tokens))
+    theirs = TorchPredictor(load_classifier(line.run / "2-finetune", tiny.TASK))(batch(rows, tokens))
     np.testing.assert_allclose(mine, theirs, atol=1e-5)
 
 
+@pytest.mark.parametrize("exporter", ["optimum", "torch"])
+def test_the_last_layer_is_computed_for_the_first_token_alone(graphs: dict[str, Path], exporter: str) -> None:
+    dense = {item.name: item for item in onnx_graph.dense_products(onnx.load(graphs[exporter]))}
+    names = [name.strip("/").rsplit("/", 1)[0] for name in dense]
+    assert [name for name in names if name.startswith("layers")] == [
+        f"layers.0/{part}" for part in ("attention/qkv", "attention/out", "feed_forward/up", "feed_forward/down")
+    ]
+    assert {"last/attention/query", "last/attention/kv", "last/attention/out", "last/feed_forward/up"} <= set(names)
+    first = next(
+        node for node in onnx.load(graphs[exporter]).graph.node if node.op_type == "Gather" and "last" in node.name
+    )
+    states = {item.input for name, item in dense.items() if "last/attention/query" in name}
+    assert states == {first.output[0]}
+
+
+def test_shapes_are_constants_but_for_batch_and_sequence(graphs: dict[str, Path]) -> None:
+    found, plain = operators(graphs["optimum"]), operators(graphs["plain"])
+    assert found.get("Shape", 0) == 1 < plain["Shape"]  # the length, for the positions
+    assert "Concat" not in found
+    assert sum(found.values()) < 0.6 * sum(plain.values())
+
+
 def test_inputs_are_int64_with_named_dynamic_axes(exported: Artifact) -> None:
-    graph = onnx.load(exported.path / "student" / "model.onnx").graph
-    found = {item.name: item.type.tensor_type for item in graph.input}
+    model = onnx.load(exported.path / "student" / "model.onnx")
+    found = {item.name: item.type.tensor_type for item in model.graph.input}
     assert set(found) == {"input_ids", "attention_mask", "token_type_ids"}
     for tensor in found.values():
         assert tensor.elem_type == TensorProto.INT64
         assert [axis.dim_param for axis in tensor.shape.dim] == ["batch_size", "sequence_length"]
-    assert [item.name for item in graph.output] == ["logits"]
+    assert [item.name for item in model.graph.output] == ["logits"]
+    assert (model.ir_version, model.opset_import[0].version) == (8, 18)
 
 
 def test_a_graph_is_one_file_with_its_tokenizer(exported: Artifact) -> None:
     names = {path.name for path in (exported.path / "student").iterdir()}
     assert {"model.onnx", "tokenizer.json", "config.json"} <= names
     assert not [name for name in names if name.endswith((".data", ".safetensors"))]
+
+
+def test_sizes_by_part_are_those_of_the_weights(exported: Artifact) -> None:
+    sizes = exported.metrics["teacher"]["size_by_part"]
+    width = 32
+    indices = 100  # bytes, at most, of what is no weight
+    assert 0 <= sizes["embeddings"] - 4 * width * (tiny.VOCABULARY + 64 + 2 + 2) < indices
+    assert 0 <= sizes["head"] - 4 * (width * width + width + 2 * width + 2) < indices
+    assert sum(sizes.values()) <= exported.metrics["teacher"]["size_bytes"]
 
 
 def test_a_bound_that_cannot_be_kept_fails_with_both_numbers(line: Line, tmp_path: Path) -> None:
@@ -86,18 +141,53 @@ def test_a_bound_that_cannot_be_kept_fails_with_both_numbers(line: Line, tmp_pat
     assert not (tmp_path / "onnx").exists()
 
 
-@pytest.mark.parametrize("value", [np.nan, np.inf])
-def test_logits_that_are_no_numbers_count_as_different(value: float) -> None:
-    good, bad = np.zeros((2, 2), np.float32), np.array([[0, 0], [value, 0]], np.float32)
-    assert _difference(bad, good) > 1e30
-    assert _difference(bad, bad) > 1e30 or np.isinf(value)
+def damaged(monkeypatch: pytest.MonkeyPatch, change: Any) -> None:
+    """Let the exporter write graphs whose first product has other weights."""
+    write = stage._write_with_optimum
+
+    def write_damaged(model: Any, path: Path) -> None:
+        write(model, path)
+        graph = onnx.load(path)
+        name = next(node.input[1] for node in graph.graph.node if node.op_type == "MatMul" and "attention" in node.name)
+        weight = next(item for item in graph.graph.initializer if item.name == name)
+        values = numpy_helper.to_array(weight).copy()
+        change(values)
+        weight.CopyFrom(numpy_helper.from_array(values, name))
+        onnx.save(graph, path)
+
+    monkeypatch.setattr(stage, "_write_with_optimum", write_damaged)
 
 
-def test_a_graph_that_gives_nan_fails_the_gate(line: Line, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    predict = OnnxPredictor.__call__
-    monkeypatch.setattr(stage.OnnxPredictor, "__call__", lambda self, inputs: predict(self, inputs) * np.nan)
-    with pytest.raises(GateError, match=r"parity gate: student"):
+def test_a_weight_column_times_100_fails_the_parity_gate(
+    line: Line, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    damaged(monkeypatch, lambda weight_KN: weight_KN[:, -1].__imul__(100))
+    with pytest.raises(GateError, match=r"parity gate: student: largest logit difference .*1x1: .*64xmixed: "):
         run(ExportConfig(), line, tmp_path / "onnx")
+
+
+def test_a_graph_that_gives_nan_fails_the_gate_and_is_told_so(
+    line: Line, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    damaged(monkeypatch, lambda weight_KN: weight_KN.fill(np.nan))
+    with pytest.raises(GateError, match=r"parity gate: student: logits that are no numbers \(NaN or infinite\) at 1x1"):
+        run(ExportConfig(), line, tmp_path / "onnx")
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_a_difference_that_is_no_number_is_none(value: float) -> None:
+    good, bad = np.zeros((2, 2), np.float32), np.array([[0, 0], [value, 0]], np.float32)
+    assert difference(bad, good) is difference(bad, bad) is None
+    assert difference(good, good + 2) == 2
+
+
+def test_the_gpu_target_adds_an_fp16_graph_with_a_bound_of_its_own(line: Line, tmp_path: Path) -> None:
+    made = run(ExportConfig(targets=("cpu", "gpu")), line, tmp_path / "onnx")
+    found, path = made.metrics["student"]["fp16"], made.path / "student" / "model.fp16.onnx"
+    assert 1e-6 < found["max_logit_difference"] <= found["bound"] == 5e-2
+    assert path.stat().st_size < 0.6 * (made.path / "student" / "model.onnx").stat().st_size
+    with pytest.raises(GateError, match=r"parity gate: student fp16: .*\(bound 1e-09\)"):
+        run(ExportConfig(targets=("cpu", "gpu"), max_logit_difference_fp16=1e-9), line, tmp_path / "failing")
 
 
 def test_the_longest_and_the_shortest_text_are_always_tried(
@@ -106,3 +196,44 @@ def test_the_longest_and_the_shortest_text_are_always_tried(
     monkeypatch.setattr(stage, "PARITY_ROWS", 2)
     made = run(ExportConfig(), line, tmp_path / "onnx")
     assert made.metrics["student"]["rows"] == 2
+
+
+def test_without_optimum_pytorch_exports(line: Line, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    imported = builtins.__import__
+
+    def refuse(name: str, *arguments: Any, **named: Any) -> Any:
+        if name.startswith("optimum"):
+            raise ImportError(name)
+        return imported(name, *arguments, **named)
+
+    monkeypatch.setattr(builtins, "__import__", refuse)
+    assert export_onnx(line.run / "5-distill-prediction", tmp_path / "onnx") == "torch"
+    with pytest.raises(ConfigError, match=r'export.exporter is "optimum" and optimum-onnx cannot be imported'):
+        export_onnx(line.run / "5-distill-prediction", tmp_path / "other", exporter="optimum")
+
+
+def test_a_release_says_which_runtime_reads_the_graph(exported: Artifact) -> None:
+    assert format_for("24.10").onnxruntime == exported.metrics["student"]["onnxruntime"] == "1.19.2"
+    with pytest.raises(ConfigError, match=r"export.triton_release is '24.01'; did you mean '2[46].0?1"):
+        format_for("24.01")
+
+
+@pytest.mark.parametrize(
+    ("change", "fault"),
+    [
+        (lambda graph: graph.input[0].type.tensor_type.__setattr__("elem_type", TensorProto.INT32), "is not int64"),
+        (lambda graph: graph.input[0].type.tensor_type.shape.dim[0].__setattr__("dim_value", 1), "is not int64"),
+        (lambda graph: graph.output[0].__setattr__("name", "scores"), "not logits alone"),
+        (lambda graph: graph.input.append(onnx.helper.make_tensor_value_info("more", 7, ["a", "b"])), "'more' is not"),
+    ],
+)
+def test_a_graph_that_cannot_be_served_is_refused(
+    graphs: dict[str, Path], tmp_path: Path, change: Any, fault: str
+) -> None:
+    model = onnx.load(graphs["optimum"])
+    change(model.graph)
+    if model.graph.output[0].name == "scores":
+        model.graph.node[-1].output[0] = "scores"
+    onnx.save(model, tmp_path / "model.onnx")
+    with pytest.raises(ModelError, match=fault):
+        onnx_graph.check(tmp_path / "model.onnx")

@@ -1,0 +1,180 @@
+"""quantize: the fp32 ONNX student -> INT8, by the fastest scheme that keeps the answers.
+
+Shape legend: N rows, C classes.
+"""
+
+from __future__ import annotations
+
+import logging
+import shutil
+import time
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import torch
+
+from compressor import artifact, machine, onnx_graph
+from compressor.artifact import Artifact
+from compressor.checkpoints import load_classifier, load_tokenizer
+from compressor.config import QuantizeConfig
+from compressor.dataset import ENCODED, Encoded, encode
+from compressor.errors import ArtifactError, GateError
+from compressor.evaluate import (
+    MODEL_FILE,
+    Logits,
+    OnnxPredictor,
+    Predictor,
+    TorchPredictor,
+    measure_splits,
+    paired,
+    predict,
+)
+from compressor.latency import SETTLE_S, shaped_call, summary, time_in_turns
+from compressor.stages.quantize.choice import choose
+from compressor.stages.quantize.folder import complete_folder
+from compressor.stages.quantize.scoring import Scorer, latency_shapes
+from compressor.stages.quantize.search import FP32, TRIMMED, Search
+from compressor.stages.quantize.vocabulary import trim, used_pieces
+from compressor.tasks import Task
+from compressor.world import available_cores
+
+log = logging.getLogger(__name__)
+
+
+def quantize(
+    config: QuantizeConfig,
+    task: Task,
+    *,
+    onnx_models: Artifact,
+    teacher: Artifact,
+    corpus: Artifact,
+    max_tokens: int,
+    seed: int,
+    key: str,
+    out: Path,
+) -> Artifact:
+    """Write a folder that serves by itself: `model.onnx` in INT8, configuration, tokenizer, model card.
+
+    Every candidate is scored on the validation rows in the batches that a server makes. Raises GateError with the table
+    if none is within the bounds. Test rows are touched once, by the winner.
+    """
+    student = onnx_models.path / "student"
+    refuse_broken(student / MODEL_FILE)
+    parents = {"onnx": onnx_models, "teacher": teacher, "corpus": corpus}
+    with artifact.write(out, "int8", key=key, section=config.model_dump(), parents=parents) as draft:
+        threads, read = available_cores(), partial(_encoded, corpus, task, max_tokens, out.parent / ENCODED)
+        source, encoded = student, read(student)
+        validation = encoded["validation"]
+        if config.trim_vocabulary:
+            source, draft.metrics["vocabulary"] = _trimmed(config, student, encoded["train"], draft.path)
+            encoded = read(source)
+        told = teacher_logits(teacher, len(validation))
+        search = Search(
+            config=config,
+            scorer=Scorer(
+                task, encoded["validation"], told, threads, fp32=student / MODEL_FILE, fp32_validation=validation
+            ),
+            fp32=student / MODEL_FILE,
+            source=source / MODEL_FILE,
+            train=encoded["train"],
+            scratch=draft.path,
+            threads=threads,
+            seed=seed,
+        )
+        table = search.run()
+        chosen = choose([row for row in table if row["scheme"] != TRIMMED], search.bounds, search.hint)
+        model = draft.path / MODEL_FILE
+        search.graphs[chosen].rename(model)
+        for scheme, graph in search.graphs.items():
+            if scheme not in (FP32, TRIMMED, chosen):
+                graph.unlink()
+        draft.metrics.update(measure_splits(OnnxPredictor(model, threads=threads), task, encoded, draft.path))
+        int8_NC = np.load(draft.path / "validation.logits.npy")
+        fp32_NC = predict(OnnxPredictor(student / MODEL_FILE, threads=threads), validation)
+        pairs = {"student fp32": fp32_NC, "teacher": told}
+        draft.metrics.update(
+            scheme=chosen,
+            candidates=table,
+            validation_pairs={
+                name: paired(task, int8_NC, other_NC, validation.label_N) for name, other_NC in pairs.items()
+            },
+            threads=threads,
+            **search.host.facts(),
+        )
+        time.sleep(SETTLE_S)  # our own threads are not other work
+        draft.metrics["cpu_in_use_percent"] = machine.in_use_percent()
+        draft.metrics["latency"] = time_systems(teacher, onnx_models, model, source, task, threads)
+        draft.metrics["size_bytes"] = model.stat().st_size
+        draft.metrics["size_by_part"] = {
+            name: onnx_graph.size_by_part(onnx.load(path))
+            for name, path in ((FP32, student / MODEL_FILE), ("int8", model))
+        }
+        complete_folder(draft.path, source, task, draft.metrics, max_tokens)
+        if source != student:
+            shutil.rmtree(source)
+    return Artifact.open(out, kind="int8")
+
+
+def _encoded(corpus: Artifact, task: Task, max_tokens: int, cache: Path, student: Path) -> dict[str, Encoded]:
+    """The splits that are needed, as the tokenizer in `student` cuts them."""
+    tokenizer = load_tokenizer(student)
+    return {name: encode(corpus, name, tokenizer, max_tokens, cache=cache) for name in ("train", *task.held_out)}
+
+
+def _trimmed(config: QuantizeConfig, student: Path, train: Encoded, scratch: Path) -> tuple[Path, dict[str, Any]]:
+    """The student with fewer word pieces, and how many."""
+    tokenizer, folder = load_tokenizer(student), scratch / "trimmed"
+    shutil.rmtree(folder, ignore_errors=True)  # of a run that was interrupted
+    kept_W = used_pieces(tokenizer, train, config.vocabulary_texts)
+    trim(student, kept_W, folder)
+    log.info("quantize keeps %d of %d word pieces", len(kept_W), len(tokenizer))
+    return folder, {"pieces": len(kept_W), "pieces_before": len(tokenizer)}
+
+
+def refuse_broken(graph: Path) -> None:
+    """Raise GateError if a constant of the graph is no number: rounding to INT8 would hide it."""
+    values = onnx_graph.constants(onnx.load(graph))
+    broken = [name for name, value in values.items() if value.dtype.kind == "f" and not np.isfinite(value).all()]
+    if broken:
+        raise GateError(
+            f"finite gate: {graph} has weights that are no numbers (NaN or infinite) in {', '.join(broken)}; the bound "
+            "is 0; export a student whose training did not fail"
+        )
+
+
+def teacher_logits(teacher: Artifact, rows: int) -> Logits:
+    """What the teacher said to the validation rows. Raises ArtifactError if that is missing or of other rows."""
+    path = teacher.path / "validation.logits.npy"
+    try:
+        logits_NC: Logits = np.load(path)
+    except (OSError, ValueError) as error:
+        raise ArtifactError(f"{path} cannot be read ({error}); run the stage finetune again") from error
+    if len(logits_NC) != rows:
+        raise ArtifactError(f"{path} has {len(logits_NC)} rows, the validation split {rows}; run finetune again")
+    return logits_NC
+
+
+def time_systems(
+    teacher: Artifact, onnx_models: Artifact, int8: Path, student: Path, task: Task, threads: int
+) -> dict[str, dict[str, dict[str, float | int | None]]]:
+    """Latency of every form of the classifier, in turns, with the same threads: by system, then by batch x tokens.
+
+    Positions and word pieces are those of the `student` that INT8 was made from.
+    """
+    vocabulary = len(onnx_graph.word_embeddings(onnx.load(student / MODEL_FILE))[1])
+    torch.set_num_threads(threads)
+    systems: dict[str, Predictor] = {
+        "teacher PyTorch": TorchPredictor(load_classifier(teacher.path, task)),
+        "teacher ONNX": OnnxPredictor(onnx_models.path / "teacher" / MODEL_FILE, threads=threads),
+        "student fp32": OnnxPredictor(onnx_models.path / "student" / MODEL_FILE, threads=threads),
+        "student INT8": OnnxPredictor(int8, threads=threads),
+    }
+    result: dict[str, dict[str, dict[str, float | int | None]]] = {name: {} for name in systems}
+    for batch, tokens in latency_shapes(student):
+        calls = {name: shaped_call(predictor, batch, tokens, vocabulary) for name, predictor in systems.items()}
+        for name, times_ms in time_in_turns(calls).items():
+            result[name][f"{batch}x{tokens}"] = summary(times_ms)
+    return result
