@@ -3,13 +3,17 @@
 shape legend: N rows, C classes
 """
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 from dataclasses import dataclass
-
-import numpy as np
-from numpy.typing import NDArray
+from typing import TYPE_CHECKING
 
 from serving.errors import ModelError
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,6 +46,8 @@ def choose_threshold(
     `student` and `teacher` hold the probability of each label for each row, `labels` the right one. None for `accuracy`
     asks for what the teacher reaches alone. Raises ModelError if no threshold reaches it.
     """
+    import numpy as np  # here: a command line that only wants its help does without
+
     sure_N = np.array([max(row.values()) for row in student])
     is_right_student_N, is_right_teacher_N = (_is_right(rows, labels) for rows in (student, teacher))
     wanted = float(is_right_teacher_N.mean()) if accuracy is None else accuracy
@@ -72,4 +78,6 @@ def choose_threshold(
 
 
 def _is_right(rows: Sequence[dict[str, float]], labels: Sequence[str]) -> NDArray[np.bool_]:
+    import numpy as np
+
     return np.array([max(row, key=lambda name: row[name]) == label for row, label in zip(rows, labels, strict=True)])

@@ -1,16 +1,17 @@
 """What the files of a model answer without a server, for comparison with one."""
 
+from __future__ import annotations
+
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-from numpy.typing import NDArray
-
 from serving.model import Text
 
 if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
     from onnxruntime import InferenceSession
     from tokenizers import Encoding, Tokenizer
 
@@ -42,6 +43,8 @@ class Files:
 
     def open(self, threads: int = 0) -> Callable[[Text], dict[str, float]]:
         """Load the files, with `threads` threads (0: all cores); return what answers one text or pair."""
+        import numpy as np  # here: a command line that only wants its help does without
+
         reader, session = self.read_tokenizer(), self.read_graph(threads)
 
         def answer(text: Text) -> dict[str, float]:
@@ -54,7 +57,7 @@ class Files:
 
         return answer
 
-    def read_tokenizer(self) -> "Tokenizer":
+    def read_tokenizer(self) -> Tokenizer:
         """Load the tokenizer as the server does."""
         from tokenizers import Tokenizer
 
@@ -63,7 +66,7 @@ class Files:
         reader.enable_truncation(self.max_tokens)
         return reader
 
-    def read_graph(self, threads: int = 0) -> "InferenceSession":
+    def read_graph(self, threads: int = 0) -> InferenceSession:
         """Load the graph as the server does."""
         import onnxruntime
 
@@ -73,8 +76,10 @@ class Files:
             str(self.onnx), options, providers=["CPUExecutionProvider"], disabled_optimizers=["SkipLayerNormFusion"]
         )
 
-    def feed(self, encoding: "Encoding", session: "InferenceSession") -> dict[str, NDArray[np.int64]]:
+    def feed(self, encoding: Encoding, session: InferenceSession) -> dict[str, NDArray[np.int64]]:
         """Return the inputs of the graph for one row, padded as the server does."""
+        import numpy as np
+
         encoding.pad(min(-(-len(encoding) // PAD_MULTIPLE) * PAD_MULTIPLE, self.max_tokens), pad_id=self.pad_id)
         tensors: dict[str, Any] = {
             "input_ids": encoding.ids,
