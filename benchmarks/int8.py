@@ -212,8 +212,8 @@ def check_targets(result: Mapping[str, Any]) -> None:
     """Raise GateError with every target that is missed."""
     row = result["batches"]["int8"]
     bounds = [
-        (f"INT8 loses {100 * row['drop']:.2f} points in the worst batches", row["drop"], MAX_DROP),
-        (f"{100 * row['flips']:.2f} % of answers depend on the batch", row["flips"], 0.0),
+        (f"INT8 loses {100 * row['drop']:.2f} points in the worst batches", 100 * row["drop"], 100 * MAX_DROP),
+        (f"{100 * row['flips']:.2f} % of answers depend on the batch", 100 * row["flips"], 0.0),
         (
             f"logits differ by {row['batch_logit_difference']:.1e} between batches",
             row["batch_logit_difference"],

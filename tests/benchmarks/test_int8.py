@@ -56,7 +56,10 @@ def test_targets_are_met() -> None:
             {"one_core": {"1x64": {"model": {"processor_ms": 1.8}, "products": {"processor_ms": 1.0}}}},
             r"at 1x64 on one core the model takes 1\.80 times its products; the bound is 1\.7",
         ),
-        ({"batches": {"int8": {"drop": 0.004, "flips": 0, "batch_logit_difference": 0}}}, r"loses 0\.40 points"),
+        (
+            {"batches": {"int8": {"drop": 0.004, "flips": 0, "batch_logit_difference": 0}}},
+            r"loses 0\.40 points .* bound is 0\.3",
+        ),
         ({"batches": {"int8": {"drop": 0, "flips": 0.01, "batch_logit_difference": 0}}}, r"1\.00 % of answers depend"),
         ({"batches": {"int8": {"drop": 0, "flips": 0, "batch_logit_difference": 0.1}}}, r"logits differ by 1\.0e-01"),
     ],
