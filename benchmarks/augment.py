@@ -13,10 +13,8 @@ import random
 import subprocess
 import sys
 import tempfile
-import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -28,6 +26,7 @@ from transformers import BertConfig, BertForMaskedLM
 
 from benchmarks import report
 from benchmarks.report import Table, number
+from benchmarks.watch import watched
 from compressor import artifact
 from compressor.checkpoints import load_tokenizer
 from compressor.config import AugmentConfig
@@ -45,7 +44,6 @@ from compressor.world import keep_freed_memory
 
 TASK = TASKS["sst2"]
 COPIES, CANDIDATES = 20, 15
-LOOK_S = 0.2
 TARGETS = {"times": 15.0, "vectors_rows_per_s": 20_000.0, "stage_s": 180.0, "stage_peak_gb": 1.0}
 
 # MNLI: 392,702 pairs of texts of about 20 and 10 words, half of which can be replaced and are one piece. Each premise
@@ -218,7 +216,10 @@ def vectors_alone(phrases: Sequence[str], vectors: str, *, processes: int) -> di
             write_examples(draft.path / "train.arrow", examples, TASK)
         settings = json.dumps({"copies": COPIES, "candidates": CANDIDATES, "vectors": vectors})
         command = [sys.executable, "-c", STAGE, scratch, settings, str(processes)]
-        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process, _watched(process.pid) as peak:
+        with (
+            subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process,
+            watched(lambda: _memory_gb(process.pid)) as memory_gb,
+        ):
             said, _ = process.communicate()
         if process.returncode:
             raise CompressorError(f"the stage ended with status {process.returncode}; what it said is above")
@@ -232,31 +233,18 @@ def vectors_alone(phrases: Sequence[str], vectors: str, *, processes: int) -> di
         "stage_s": told["seconds"],
         "stage_rows_per_s": told["rows"] / told["seconds"],
         "stage_processes": processes,
-        "stage_peak_gb": max(peak),
+        "stage_peak_gb": max(memory_gb),
         "stage_loads_torch": told["torch"],
     }
 
 
-@contextmanager
-def _watched(pid: int) -> Iterator[list[float]]:
-    """Look at the memory of a process and all it started, in GB, every LOOK_S; shared pages count once (PSS)."""
-    found, done = [0.0], threading.Event()
-
-    def look() -> None:
-        while not done.wait(LOOK_S):
-            try:
-                top = psutil.Process(pid)
-                found.append(sum(one.memory_full_info().pss for one in (top, *top.children(recursive=True))) / 1e9)
-            except psutil.Error:
-                continue  # one has just ended
-
-    watcher = threading.Thread(target=look)
-    watcher.start()
+def _memory_gb(pid: int) -> float:
+    """Memory of a process and all it started; shared pages count once (PSS). 0 if one of them has just ended."""
     try:
-        yield found
-    finally:
-        done.set()
-        watcher.join()
+        top = psutil.Process(pid)
+        return float(sum(one.memory_full_info().pss for one in (top, *top.children(recursive=True)))) / 1e9
+    except psutil.Error:
+        return 0.0
 
 
 def mnli(result: Mapping[str, Any], phrases: Sequence[str], tokenizer: Any) -> dict[str, Any]:

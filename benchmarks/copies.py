@@ -10,9 +10,9 @@ from typing import Any
 import pyarrow as pa
 
 from benchmarks import report
-from benchmarks.report import Table, number
+from benchmarks.report import Table
 from benchmarks.runs import by_kind, read_config, required
-from benchmarks.students import BATCH_SIZE, RATES, distil, mean_of
+from benchmarks.students import BATCH_SIZE, RATES, distil, mean_of, score_columns, score_header
 from compressor.artifact import Artifact
 from compressor.config import AugmentConfig, BuildConfig
 from compressor.dataset import task_of
@@ -105,21 +105,11 @@ def tables(result: Mapping[str, Any]) -> list[Table]:
     lines = []
     for count, facts in result["summary"].items():
         mine = [row for row in result["distillations"] if str(row["copies"]) == count]
-        interval = facts["interval_95"]
-        lines.append(
-            [
-                count,
-                f"{mine[0]['rows']:,}",
-                " / ".join(number(100 * row["score"], 1) for row in mine),
-                number(100 * facts["mean"], 1),
-                f"{100 * interval[0]:.1f} to {100 * interval[1]:.1f}" if interval else report.MISSING,
-            ]
-        )
+        lines.append([count, f"{mine[0]['rows']:,}", *score_columns(mine, facts)])
     shape = result["student"]
     title = (
         f"{result['task']}: {result['metric']} x 100 on the validation rows, {shape['layers']} x {shape['hidden']}, "
         f"{result['steps_per_phase']} steps of each phase, copies by {result['method']}; "
         f"teacher {100 * result['teacher_score']:.1f}"
     )
-    seeds = " / ".join(str(seed) for seed in dict.fromkeys(row["seed"] for row in result["distillations"]))
-    return [Table(title, ["copies", "rows", f"seeds {seeds}", "mean", "95 % interval of the mean"], lines)]
+    return [Table(title, ["copies", "rows", *score_header(result["distillations"])], lines)]

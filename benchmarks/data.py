@@ -10,10 +10,8 @@ import json
 import logging
 import re
 import tempfile
-import threading
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +20,7 @@ import psutil
 
 from benchmarks import report
 from benchmarks.report import Table, number
+from benchmarks.watch import watched
 from compressor import artifact
 from compressor.artifact import Artifact
 from compressor.dataset import ENCODED, Example, TrainingOrder, encode, write_examples
@@ -43,7 +42,6 @@ REVIEWS_READ = 2000
 HYPOTHESIS_WORDS = range(5, 14)
 SENTENCE_END = re.compile(r"(?<=[.!?])\s+")
 ROWS_PER_DRAW = 100_000
-LOOK_S = 0.5
 
 MIN_ROWS_PER_S = 26_000.0  # 7.8 million rows in five minutes
 MAX_RELOAD_S = 3.0
@@ -164,7 +162,7 @@ def _rank(world: World, examples: Artifact, tokenizer: Path, out: Path, seed: in
     loaded = AutoTokenizer.from_pretrained(tokenizer)
     uss_imports_mb = _uss_mb()
     rows = tokens = tokens_max = 0
-    with _looked_at_uss() as uss_mb:
+    with watched(_uss_mb) as uss_mb:
         world.barrier()  # one that has started later is not waited for
         load_s, load_cpu_s = -time.perf_counter(), -time.thread_time()
         encoded = encode(examples, "train", loaded, MAX_TOKENS, cache=out.parent / ENCODED, world=world)
@@ -200,24 +198,6 @@ def _rank(world: World, examples: Artifact, tokenizer: Path, out: Path, seed: in
 
 def _uss_mb() -> float:
     return float(psutil.Process().memory_full_info().uss) / 1e6
-
-
-@contextmanager
-def _looked_at_uss() -> Iterator[list[float]]:
-    """Look at this process's private memory (USS) every LOOK_S seconds."""
-    found, done = [_uss_mb()], threading.Event()
-
-    def look() -> None:
-        while not done.wait(LOOK_S):
-            found.append(_uss_mb())
-
-    watcher = threading.Thread(target=look)
-    watcher.start()
-    try:
-        yield found
-    finally:
-        done.set()
-        watcher.join()
 
 
 def check_targets(result: Mapping[str, Any]) -> None:

@@ -13,7 +13,7 @@ import numpy as np
 from benchmarks import report
 from benchmarks.report import Table, number
 from benchmarks.runs import by_kind, read_config, required
-from benchmarks.students import BATCH_SIZE, RATES, distil, mean_of
+from benchmarks.students import BATCH_SIZE, RATES, distil, mean_of, score_columns, score_header
 from compressor.dataset import task_of
 from compressor.evaluate import METRIC_NAMES
 
@@ -70,20 +70,10 @@ def tables(result: Mapping[str, Any]) -> list[Table]:
     rows = []
     for name, facts in result["summary"].items():
         mine = [row for row in result["distillations"] if row["start"] == name]
-        interval = facts["interval_95"]
-        rows.append(
-            [
-                name,
-                _mean_percent([row["score_at_start"] for row in mine]),
-                " / ".join(number(100 * row["score"], 1) for row in mine),
-                number(100 * facts["mean"], 1),
-                f"{100 * interval[0]:.1f} to {100 * interval[1]:.1f}" if interval else report.MISSING,
-            ]
-        )
+        rows.append([name, _mean_percent([row["score_at_start"] for row in mine]), *score_columns(mine, facts)])
     shape = result["student"]
     title = (
         f"{result['task']}: {result['metric']} x 100 on the validation rows, {shape['layers']} x {shape['hidden']}, "
         f"{result['epochs_per_phase']:g} epochs of each phase; teacher {100 * result['teacher_score']:.1f}"
     )
-    seeds = " / ".join(str(seed) for seed in dict.fromkeys(row["seed"] for row in result["distillations"]))
-    return [Table(title, ["start", "before training", f"seeds {seeds}", "mean", "95 % interval of the mean"], rows)]
+    return [Table(title, ["start", "before training", *score_header(result["distillations"])], rows)]

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from scipy import stats
 
+from benchmarks.report import MISSING, number
 from compressor.artifact import Artifact
 from compressor.config import BuildConfig, DistillConfig
 from compressor.pipeline import run_step
@@ -54,3 +55,19 @@ def mean_of(scores: Sequence[float]) -> dict[str, Any]:
         return {"mean": mean, "interval_95": None, "seeds": len(scores)}
     spread = float(stats.t.ppf(0.975, len(scores) - 1) * np.std(scores, ddof=1) / np.sqrt(len(scores)))
     return {"mean": mean, "interval_95": [mean - spread, mean + spread], "seeds": len(scores)}
+
+
+def score_columns(made: Sequence[Mapping[str, Any]], mean: Mapping[str, Any]) -> list[str]:
+    """Scores x 100 of the students of all seeds, their mean and its interval."""
+    interval = mean["interval_95"]
+    return [
+        " / ".join(number(100 * row["score"], 1) for row in made),
+        number(100 * mean["mean"], 1),
+        f"{100 * interval[0]:.1f} to {100 * interval[1]:.1f}" if interval else MISSING,
+    ]
+
+
+def score_header(made: Sequence[Mapping[str, Any]]) -> list[str]:
+    """The header of `score_columns`."""
+    seeds = " / ".join(str(seed) for seed in dict.fromkeys(row["seed"] for row in made))
+    return [f"seeds {seeds}", "mean", "95 % interval of the mean"]

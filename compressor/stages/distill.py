@@ -9,6 +9,7 @@ import hashlib
 import logging
 import math
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -40,6 +41,7 @@ PROJECTION_ROWS = 2_000  # texts that show the subspace of the teacher's states
 TEACHER_BATCH = 128
 VALIDATIONS_PER_EPOCH = 4  # of the prediction stage: on augmented rows an epoch is long
 UNIFORM = 0.95  # share of the largest possible entropy above which a teacher knows nothing of its classes
+open_memmap: Callable[..., np.memmap[Any, Any]] = np.lib.format.open_memmap  # which has no types of its own
 ENTROPY_ROWS = 100_000  # rows of the teacher's logits in memory at a time
 log = logging.getLogger(__name__)
 
@@ -263,10 +265,9 @@ def teacher_logits(
     if not world.broadcast(file.is_file()):
         shape = (len(examples), teacher.config.num_labels)
         if world.is_leader:
-            # numpy gives open_memmap no type hints.
-            np.lib.format.open_memmap(partial, mode="w+", dtype=np.float32, shape=shape).flush()  # type: ignore[no-untyped-call]
+            open_memmap(partial, mode="w+", dtype=np.float32, shape=shape).flush()
         world.barrier()
-        logits_NC = np.lib.format.open_memmap(partial, mode="r+")  # type: ignore[no-untyped-call]
+        logits_NC = open_memmap(partial, mode="r+")
         progress = Progress("teacher", total=len(examples if row_S is None else row_S), visible=world.is_leader)
         for number, batch in enumerate(examples.batches_by_length(TEACHER_BATCH, row_S)):
             progress.advance(len(batch.row_B))

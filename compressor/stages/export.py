@@ -127,7 +127,7 @@ def export_onnx(
 
 def _exporter() -> str:
     try:
-        import optimum.exporters.onnx  # noqa: F401
+        import optimum.exporters.onnx  # noqa: F401  (whether it can be imported is all that is asked)
     except ImportError:  # not installed, or made for another transformers
         return "torch"
     return "optimum"

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from serving import Client, RequestError, ServingError, TritonServer, UnavailableError, write
+from serving import Classification, Client, RequestError, ServingError, TritonServer, UnavailableError, write
 from serving.aio import AsyncClient
 
 
@@ -57,7 +57,9 @@ def test_no_server_is_an_error_of_the_tree() -> None:
 @pytest.mark.triton
 def test_retries_bridge_the_restart_of_a_server(server: TritonServer) -> None:
     async def ask(client: AsyncClient) -> str:
-        return str((await client.classify(["good"]))[0].label)  # type: ignore[union-attr]
+        (answer,) = await client.classify(["good"])
+        assert isinstance(answer, Classification)
+        return answer.label
 
     async def bridge() -> list[str]:
         async with AsyncClient(server.grpc_url, retries=8) as client:
