@@ -4,11 +4,11 @@ PYTHON ?= python3
 BIN := .venv/bin
 # onnxruntime and onnxruntime-gpu install the same module: exactly one of them.
 RUNTIME := $(shell command -v nvidia-smi >/dev/null 2>&1 && echo gpu || echo cpu)
-EXTRAS := $(RUNTIME),serve,bench,embedded,dev
+EXTRAS := $(RUNTIME),serve,bench,embedded,peers,dev
 RUN := runs/sst2
 REPOSITORY := model_repository
 
-.PHONY: install demo serve test check fix clean
+.PHONY: install demo serve test check browser fix clean
 .DEFAULT_GOAL := install
 
 install: .venv/installed
@@ -40,8 +40,15 @@ check: install
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-test: check
+test: check browser
 	$(BIN)/python -m pytest
+
+# Pages are tested in a real one. Without the right to install it these tests are skipped, and say so.
+browser:
+	@command -v chromium >/dev/null || command -v google-chrome >/dev/null || { \
+	test "$$(id -u)" = 0 && command -v apt-get >/dev/null && apt-get update -qq && \
+	DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends chromium >/dev/null; } || \
+	echo "no Chromium here, and no way to install it: the tests in a browser will be skipped"
 
 fix: install
 	$(BIN)/ruff check --fix .

@@ -79,7 +79,7 @@ def build(
     line = steps(config, where)
     pipeline.check_sources(line)
     pipeline.refuse_foreign_run(run)
-    refuse_foreign(repository, config.task.name)
+    refuse_foreign(repository, config.task.name, config.publish.runtime)
     if dry_run:
         _print_plan(pipeline.plan(line, run, overwrite=overwrite), name, why, run, repository, as_json=as_json)
         return
@@ -260,6 +260,9 @@ for command in (
     cli_serving.deploy,
     cli_serving.rollback,
     cli_serving.classify,
+    cli_serving.classify_file,
+    cli_serving.deploy_files,
+    cli_serving.ui,
     recipe,
     tasks,
     doctor,

@@ -8,8 +8,7 @@ from typing import Annotated
 
 import typer
 
-from compressor.errors import ConfigError
-from compressor.options import DeviceOption, JsonOption
+from compressor.options import DeviceOption, JsonOption, check_files
 
 
 def augment_file(
@@ -47,12 +46,7 @@ def augment_file(
     from compressor.world import refuse_together
 
     refuse_together("compressor augment-file", "use --processes")
-    if not source.is_file():
-        raise ConfigError(f"{source} is no file; give a .csv, .tsv, .jsonl or .parquet file")
-    if out.exists() and out.samefile(source):
-        raise ConfigError(f"IN and OUT are both {source}; give another OUT")
-    if out.exists() and not (overwrite and out.is_file()):
-        raise ConfigError(f"{out} is there already; give another OUT, or --overwrite to replace a file")
+    check_files(source, out, overwrite=overwrite)
     config = augment_config(copies=copies, vectors=vectors, masked_lm=masked_lm, max_disagreement=max_disagreement)
     facts = augment_file(
         source,

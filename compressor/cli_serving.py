@@ -18,6 +18,8 @@ from compressor.options import JsonOption
 if TYPE_CHECKING:
     from serving.operations import Change
 
+_RETRIES = 6  # of a request of a long job, over six seconds: a server that died is back by then
+
 
 def serve(
     repository: Annotated[Path, typer.Argument(help="Model repository.")] = Path("model_repository"),
@@ -35,10 +37,13 @@ def serve(
     A server that dies, or loses the process of a model, is started again; one that dies five times within a minute is
     given up. `compressor status`, `deploy` and `rollback` work on a server that is started like this.
     """
+    from serving import versions
     from serving.repository import read
     from serving.runtime import TritonServer
 
     names = read(repository)
+    for warning in foreign_graphs(repository):
+        typer.echo(f"take care: {warning}", err=True)
     server = TritonServer(
         repository, http_port=http_port, grpc_port=grpc_port, metrics_port=metrics_port, host=host, log=log
     )
@@ -48,12 +53,27 @@ def serve(
         server.wait_ready(timeout_s)
         typer.echo(f"ready: {', '.join(names)}")
         typer.echo(f"HTTP {server.http_url}, gRPC {server.grpc_url}, metrics {server.metrics_url}")
+        waiting = [f"version {number} of {name}" for name in names if (number := versions.waiting(repository / name))]
+        if waiting:
+            typer.echo(f"waiting for `compressor deploy`: {', '.join(waiting)}")
         typer.echo('try: compressor classify "a gripping film"; stop with Ctrl-C')
         server.wait()
     except KeyboardInterrupt:
         typer.echo("stopping", err=True)
     finally:
         server.stop()
+
+
+def foreign_graphs(repository: Path) -> list[str]:
+    """What is to be known of graphs that were made for other processors than this one, once for each kind."""
+    from compressor import machine, onnx_graph
+
+    here, found = machine.int8_cpu(), dict[str, None]()
+    for graph in sorted(repository.glob("*/*/*.onnx")):
+        target = onnx_graph.notes(graph).get("target_cpu", here)
+        if warning := machine.foreign_cpu(target, here):
+            found[f"{warning}; `--set quantize.target_cpu={here}` makes INT8 for this one"] = None
+    return list(found)
 
 
 def _interrupt(number: int, frame: object) -> None:
@@ -65,7 +85,7 @@ def verify(
     repository: Annotated[Path, typer.Argument(help="Model repository, of any origin.")] = Path("model_repository"),
     release: Annotated[
         str | None,
-        typer.Option("--release", help="Triton container that will serve it; the embedded server if not given."),
+        typer.Option("--triton-release", help="Triton container that will serve it; the embedded server if not given."),
     ] = None,
     gpus: Annotated[int | None, typer.Option("--gpus", min=0, help="GPUs it will find; those of this machine.")] = None,
     url: Annotated[
@@ -93,6 +113,20 @@ def verify(
         raise RepositoryError(f"model repository {repository} has {len(findings)} faults; correct or publish it again")
     if not as_json:
         typer.echo(f"{repository}: nothing is wrong")
+
+
+def deploy_files(
+    folder: Annotated[Path, typer.Argument(help="Folder to be written; new, or empty.")] = Path("deploy"),
+    as_json: JsonOption = False,
+) -> None:
+    """Write what runs a model repository in Triton's official container: Docker, Compose, Kubernetes, and a README."""
+    from serving.deployment import write_deployment
+
+    written = write_deployment(folder)
+    if as_json:
+        typer.echo(json.dumps([str(path) for path in written]))
+    else:
+        typer.echo(f"{folder}: {len(written)} files; {folder}/README.md says how to use them")
 
 
 UrlOption = Annotated[str, typer.Option("--url", help="host:port (gRPC) of a server that `compressor serve` started.")]
@@ -182,6 +216,86 @@ def classify(
                 typer.echo(f"{answer.label}\t{answer.score:.4f}\t{texts_shown}")
             else:
                 typer.echo(f"{answer.value:.4f}\t{texts_shown}")
+
+
+def ui(
+    url: UrlOption = "127.0.0.1:8001",
+    run: Annotated[
+        Path | None,
+        typer.Option("--run", help="Run folder of the build that is served: for sizes and validation texts."),
+    ] = None,
+    model: Annotated[
+        str, typer.Option("--model", help="The student; its teacher is served as MODEL_teacher.")
+    ] = "sst2",
+    port: Annotated[int, typer.Option("--port", min=1, max=65535, help="Port of the page.")] = 8080,
+    host: Annotated[
+        str, typer.Option("--host", help="Address to listen on; another than loopback lets other machines in.")
+    ] = "127.0.0.1",
+    timeout_s: Annotated[float, typer.Option("--timeout", help="Seconds to wait for an answer.")] = 10.0,
+) -> None:
+    """Serve a web page that shows what teacher and student say of a text, side by side, until Ctrl-C.
+
+    The models are asked on the server at --url. With --run also their sizes, and the validation texts on which the two
+    disagree.
+    """
+    from compressor.pipeline import finished
+    from compressor.ui import STUDENT, TEACHER, Comparison, PageServer, read_run
+    from serving.client import Client
+
+    known = read_run(finished(run)) if run is not None else None
+    signal.signal(signal.SIGTERM, _interrupt)
+    with (
+        Client(url, model=f"{model}_teacher", timeout_s=timeout_s) as teacher,
+        Client(url, model=model, timeout_s=timeout_s) as student,
+    ):
+        comparison = Comparison(name=model, clients={TEACHER: teacher, STUDENT: student}, run=known)
+        with PageServer(comparison, host=host, port=port) as server:
+            typer.echo(f"page {server.url}; stop with Ctrl-C")
+            try:
+                server.serve_forever()
+            except KeyboardInterrupt:
+                typer.echo("stopping", err=True)
+
+
+def classify_file(
+    source: Annotated[Path, typer.Argument(metavar="IN", help="Table: .csv, .tsv, .jsonl or .parquet.")],
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="Table to be written, of any of these kinds.")],
+    text: Annotated[str, typer.Option("--text", help="Column of the text.")],
+    text_b: Annotated[str | None, typer.Option("--text-b", help="Column of the second text of pairs.")] = None,
+    prefix: Annotated[str, typer.Option("--prefix", help="Put before the names of the added columns.")] = "",
+    url: Annotated[
+        str | None, typer.Option("--url", help="host:port; the default port of --protocol on loopback.")
+    ] = None,
+    protocol: Annotated[Literal["grpc", "http"], typer.Option("--protocol")] = "grpc",
+    model: ModelOption = "sst2",
+    in_flight: Annotated[int, typer.Option("--in-flight", min=1, help="Requests under way at a time.")] = 4,
+    timeout_s: Annotated[float, typer.Option("--timeout", help="Seconds to wait for an answer.")] = 30.0,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace OUT if it is there.")] = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Send each row of a table to a running server; all columns stay, and its answers are added as columns.
+
+    They are label and score, or value of a regression, and error: why the server refused a row. The order is kept.
+
+    compressor classify-file reviews.parquet answers.parquet --text review
+    """
+    from compressor.classify import Columns, classify_file
+    from compressor.options import check_files
+    from serving.client import Client
+
+    check_files(source, out, overwrite=overwrite)
+    address = url or f"127.0.0.1:{8001 if protocol == 'grpc' else 8000}"
+    facts = classify_file(
+        source,
+        out,
+        Columns(text=text, text_b=text_b, prefix=prefix),
+        lambda: Client(address, model=model, protocol=protocol, timeout_s=timeout_s, retries=_RETRIES),
+        in_flight=in_flight,
+    )
+    if as_json:
+        typer.echo(json.dumps({"out": str(out), **facts}))
+    else:
+        typer.echo(f"{out}: {facts['rows']:,} rows, {facts['refused']:,} of them refused")
 
 
 def _pair(text: str) -> tuple[str, str]:

@@ -285,6 +285,7 @@ Int8Candidate = Literal[
     "static-entropy",
     "static-smooth",
     "static-per-tensor",
+    "static-qat",
     "per-row",
     "dynamic",
     "dynamic-per-tensor",
@@ -301,8 +302,9 @@ class QuantizeConfig(Section):
         "static-smooth",
         "per-row",
         "dynamic",
+        "static-qat",
     )
-    """INT8 schemes to try; the fastest within the bounds wins."""
+    """INT8 schemes to try; the fastest within the bounds wins. `static-qat` trains, if all others miss the bounds."""
     max_metric_drop: Fraction = 0.005
     """Accuracy gate: largest loss on the validation set against the fp32 student, in any batch that a server makes."""
     max_label_flips: Fraction = 0.0
@@ -328,8 +330,12 @@ class QuantizeConfig(Section):
 class PublishConfig(Section):
     """The model repository."""
 
-    runtime: Literal["embedded"] = "embedded"
+    runtime: Literal["embedded", "onnxruntime"] = "embedded"
+    """What runs the graphs: the models' own processes, which every Triton can do, or the backend of that name, which
+    the official containers have."""
     max_batch_size: Positive = 64
+    cores: Positive | None = None
+    """Cores of the machine that will serve, which instances and threads are made for; none = those of this one."""
     teacher: bool = True
     """Also publish the teacher, for comparison through the same server."""
     response_cache: bool = False

@@ -24,6 +24,7 @@ from compressor.world import World, available_cores
 from serving.client import Classification, Classifier, Regression
 
 MODEL_FILE = "model.onnx"
+FP16_FILE = "model.fp16.onnx"
 INPUT_NAMES = ("input_ids", "token_type_ids", "attention_mask")  # of a graph, in the order of `Inputs`
 SAME_SCORE = 0.02  # share of a regression's range within which two scores count as the same answer
 Logits = NDArray[np.float32]
@@ -190,13 +191,18 @@ def evaluate_served(client: Classifier, examples: Artifact, split: str) -> dict[
     Raises ModelError if it answers other labels than the task's.
     """
     task, rows = task_of(examples), read_examples(examples.path / f"{split}.arrow")
+    check_served(client, task)
+    return measure(task, served_logits(client, task, texts_of(rows)), np.array(rows["label"]))
+
+
+def check_served(client: Classifier, task: Task) -> None:
+    """Raise ModelError if a served model answers other labels than the task's, or reads other texts."""
     if sorted(client.labels) != sorted(task.labels) or client.is_pair != task.is_pair:
         kinds = ["pairs" if pair else "texts" for pair in (client.is_pair, task.is_pair)]
         raise ModelError(
             f"the served model answers {list(client.labels)} to {kinds[0]}; {task.name} has {list(task.labels)} and "
             f"{kinds[1]}; give the address of a server of this task"
         )
-    return measure(task, served_logits(client, task, texts_of(rows)), np.array(rows["label"]))
 
 
 def served_logits(client: Classifier, task: Task, texts: Sequence[tuple[str, ...]]) -> Logits:

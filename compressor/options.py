@@ -67,3 +67,13 @@ def chosen_recipe(
         named = config.task.model_copy(update={"labels": find_labels(config.corpus, config.task)})
         config = config.model_copy(update={"task": named})
     return config, name, why
+
+
+def check_files(source: Path, out: Path, *, overwrite: bool) -> None:
+    """Raise ConfigError unless a table can be read from `source` and another written to `out`."""
+    if not source.is_file():
+        raise ConfigError(f"{source} is no file; give a .csv, .tsv, .jsonl or .parquet file")
+    if out.exists() and out.samefile(source):
+        raise ConfigError(f"IN and OUT are both {source}; give another OUT")
+    if out.exists() and not (overwrite and out.is_file()):
+        raise ConfigError(f"{out} is there already; give another OUT, or --overwrite to replace a file")

@@ -14,7 +14,7 @@ from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
-from compressor.errors import DataError
+from compressor.errors import DataError, nearest
 
 SUFFIXES = (".tsv", ".csv", ".jsonl", ".parquet")
 ROWS_AT_ONCE = 1000
@@ -48,6 +48,27 @@ def lines(path: Path) -> Iterator[tuple[int, str]]:
         text = line.removesuffix("\n").removesuffix("\r")
         if text:
             yield number, text
+
+
+def check_columns(
+    where: str,
+    fields: Mapping[str, Any],
+    *,
+    texts: Sequence[str],
+    others: Sequence[str] = (),
+    added: Sequence[str] = (),
+) -> None:
+    """Raise DataError unless a row has the columns `texts`, of texts or nothing, and `others`, and none of `added`."""
+    for name in (*texts, *others):
+        if name not in fields:
+            raise DataError(f"{where}: no column {name!r}; {nearest(name, fields)}")
+    for name in added:
+        if name in fields:
+            raise DataError(f"{where}: there is a column {name!r} already, the name of one to be added; rename it")
+    for name in texts:
+        if not isinstance(fields[name], str | None):
+            kind = type(fields[name]).__name__
+            raise DataError(f"{where}: column {name!r} holds {kind} {fields[name]!r}; it must be text")
 
 
 def dataset_records(dataset: Any, where: str) -> Records:

@@ -1,36 +1,48 @@
 """`AsyncClient`: what `client.Client` does, for programs that wait in an event loop."""
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from types import TracebackType
-from typing import Self
+from typing import Literal, Self, assert_never
 
-import grpc.aio
-from tritonclient.grpc import service_pb2, service_pb2_grpc
-
-from serving.client import FIRST_PAUSE_S, Answer, address_of, answers, asked, check_pairs, encode_all
+from serving.aio_transport import AsyncTransport, GrpcTransport, HttpTransport
+from serving.client import FIRST_PAUSE_S, Answer, Result, address_of, answers, asked, check_pairs, encode_all
 from serving.errors import UnavailableError
-from serving.messages import columns, infer_request
 from serving.model import Text
-from serving.transport import ModelFacts, border, channel_options, facts_of
+from serving.transport import ModelFacts, Served
 
 
 class AsyncClient:
-    """Classifies texts, or pairs, on a running server, over gRPC.
+    """Classifies texts, or pairs, on a running server, over gRPC or HTTP.
 
         async with AsyncClient("127.0.0.1:8001") as client:
             (answer,) = await client.classify(["a gripping film"])
 
     Any number of tasks may share one client. Arguments, answers and errors are those of `Client`; more texts than the
-    model takes at once go as several requests at the same time.
+    model takes at once go as several requests at the same time. Made where an event loop runs.
     """
 
-    def __init__(self, url: str, *, model: str = "sst2", timeout_s: float = 10.0, retries: int = 0) -> None:
+    def __init__(
+        self,
+        url: str,
+        *,
+        model: str = "sst2",
+        version: int | None = None,
+        protocol: Literal["http", "grpc"] = "grpc",
+        timeout_s: float = 10.0,
+        retries: int = 0,
+    ) -> None:
         """Prepare a connection; nothing is sent before the first call. Raises ServingError if the address is wrong."""
-        self._address, self._timeout_s = address_of(url, "grpc", timeout_s), timeout_s
-        self._model, self._retries = model, retries
-        self._channel = grpc.aio.insecure_channel(self._address, options=channel_options(self._address))
-        self._service = service_pb2_grpc.GRPCInferenceServiceStub(self._channel)
+        address = address_of(url, protocol, timeout_s)
+        self._served, self._retries = Served(model, "" if version is None else str(version)), retries
+        self._transport: AsyncTransport
+        match protocol:
+            case "grpc":
+                self._transport = GrpcTransport(address, timeout_s)
+            case "http":
+                self._transport = HttpTransport(address, timeout_s)
+            case other:
+                assert_never(other)
         self._facts: ModelFacts | None = None
 
     async def classify(self, texts: Sequence[Text]) -> list[Answer]:
@@ -39,7 +51,7 @@ class AsyncClient:
         if not raw:
             return []
         facts = await self._known()
-        check_pairs(texts, self._model, facts.is_pair)
+        check_pairs(texts, self._served.name, facts.is_pair)
         step = facts.max_batch_size
         parts = await asyncio.gather(
             *(self._request(facts, texts[n : n + step], raw[n : n + step]) for n in range(0, len(raw), step))
@@ -48,16 +60,11 @@ class AsyncClient:
 
     async def is_ready(self) -> bool:
         """Say whether the server and the model are ready; False if no server answers."""
-        request = service_pb2.ModelReadyRequest(name=self._model)
-        try:
-            with border(self._address, self._timeout_s):
-                return bool((await self._service.ModelReady(request, timeout=self._timeout_s)).ready)
-        except UnavailableError:
-            return False
+        return await self._transport.is_ready(self._served)
 
     async def close(self) -> None:
         """Close the connection."""
-        await self._channel.close()
+        await self._transport.close()
 
     async def __aenter__(self) -> Self:
         """Return the client."""
@@ -73,21 +80,19 @@ class AsyncClient:
         self, facts: ModelFacts, texts: Sequence[Text], raw: Sequence[tuple[bytes, ...]]
     ) -> list[Answer]:
         inputs, outputs = asked(facts, raw)
-        request = infer_request(self._model, "", inputs, outputs)
+        return answers(facts, texts, await self._tried(lambda: self._transport.infer(self._served, inputs, outputs)))
+
+    async def _known(self) -> ModelFacts:
+        if self._facts is None:
+            self._facts = await self._tried(lambda: self._transport.facts(self._served))
+        return self._facts
+
+    async def _tried(self, ask: Callable[[], Awaitable[Result]]) -> Result:
         for left in reversed(range(self._retries + 1)):
             try:
-                with border(self._address, self._timeout_s):
-                    response = await self._service.ModelInfer(request, timeout=self._timeout_s)
-                return answers(facts, texts, columns(response, outputs))
+                return await ask()
             except UnavailableError:
                 if not left:
                     raise
             await asyncio.sleep(FIRST_PAUSE_S * 2 ** (self._retries - left))
         raise AssertionError("the last try returns or raises")
-
-    async def _known(self) -> ModelFacts:
-        if self._facts is None:
-            request = service_pb2.ModelConfigRequest(name=self._model)
-            with border(self._address, self._timeout_s):
-                self._facts = facts_of((await self._service.ModelConfig(request, timeout=self._timeout_s)).config)
-        return self._facts

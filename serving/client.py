@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Literal, Protocol, Self, assert_never
+from typing import TYPE_CHECKING, Any, Literal, Protocol, Self, TypeVar, assert_never
 
 from serving.errors import RequestError, ServingError, UnavailableError
 from serving.model import Text
@@ -15,6 +15,8 @@ from serving.model import Text
 if TYPE_CHECKING:
     from serving.transport import ModelFacts, Transport
 
+
+Result = TypeVar("Result")
 
 FIRST_PAUSE_S = 0.1
 """Pause before the first retry; it doubles each time."""
@@ -181,21 +183,24 @@ class Client:
 
     def _request(self, facts: "ModelFacts", texts: Sequence[Text], raw: Sequence[tuple[bytes, ...]]) -> list[Answer]:
         inputs, outputs = asked(facts, raw)
+        return answers(facts, texts, self._tried(lambda: self._transport.infer(self._served, inputs, outputs)))
+
+    def _known(self) -> "ModelFacts":
+        if self._facts is None:
+            self._facts = self._tried(lambda: self._transport.facts(self._served))
+        return self._facts
+
+    def _tried(self, ask: Callable[[], Result]) -> Result:
         pause_s = FIRST_PAUSE_S
         for left in reversed(range(self._retries + 1)):
             try:
-                return answers(facts, texts, self._transport.infer(self._served, inputs, outputs))
+                return ask()
             except UnavailableError:
                 if not left:
                     raise
             time.sleep(pause_s)
             pause_s *= 2
         raise AssertionError("the last try returns or raises")
-
-    def _known(self) -> "ModelFacts":
-        if self._facts is None:
-            self._facts = self._transport.facts(self._served)
-        return self._facts
 
 
 class FakeClient:

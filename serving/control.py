@@ -3,6 +3,7 @@
 Who may control a server is who can read its run folder, which belongs to the user that started it.
 """
 
+import fcntl
 import json
 import os
 import tempfile
@@ -21,6 +22,9 @@ RESTRICTED = "model-repository,shared-memory,trace,logging"
 """Interfaces of the server that need the key."""
 
 HEADER = "admin-key"
+LOCK = "lock"
+"""File in the run folder of a server that its supervisor holds."""
+
 _FILE = "control.json"
 _TIMEOUT_S = 300.0
 
@@ -97,6 +101,22 @@ class Control:
                 yield client, {f"triton-grpc-protocol-{HEADER}": self.key}
         finally:
             client.close()
+
+
+def is_served(repository: Path) -> bool:
+    """Say whether a server of this user, started by `TritonServer`, serves a repository now."""
+    for file in base_folder().glob(f"*/{_FILE}"):
+        try:
+            served = Path(json.loads(file.read_text())["repository"])
+            # Its supervisor holds the lock for as long as it lives, and the kernel lets go of it then.
+            with (file.parent / LOCK).open("rb") as lock:
+                fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if served.resolve() == repository.resolve():
+                return True
+        except (OSError, ValueError, KeyError):
+            continue
+    return False
 
 
 def find_control(grpc_url: str) -> Control:

@@ -9,6 +9,7 @@ from tritonclient.grpc import model_config_pb2 as pb
 
 if TYPE_CHECKING:
     import onnx
+    import onnxruntime
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,11 +21,18 @@ class Release:
     opset: int
 
 
+_ORT_1_20 = {"ir_version": 10, "opset": 21}
+_ORT_1_22 = {"ir_version": 10, "opset": 22}
+# What later ones read besides is not listed: nothing here is written for it.
+_ORT_1_23 = {"ir_version": 11, "opset": 23}
 RELEASES = {
-    "24.10": Release(onnxruntime="1.19.2", ir_version=10, opset=21),
-    "24.12": Release(onnxruntime="1.20.1", ir_version=10, opset=21),
-    "25.05": Release(onnxruntime="1.22.0", ir_version=10, opset=22),
-    "26.01": Release(onnxruntime="1.23.2", ir_version=11, opset=23),
+    "24.06": Release(onnxruntime="1.18.0", **_ORT_1_20),
+    "24.10": Release(onnxruntime="1.19.2", **_ORT_1_20),
+    **dict.fromkeys(("24.12", "25.01", "25.02"), Release(onnxruntime="1.20.1", **_ORT_1_20)),
+    **dict.fromkeys(("25.05", "25.06", "25.07"), Release(onnxruntime="1.22.0", **_ORT_1_22)),
+    "26.01": Release(onnxruntime="1.23.2", **_ORT_1_23),
+    **dict.fromkeys(("26.04", "26.05", "26.06"), Release(onnxruntime="1.24.4", **_ORT_1_23)),
+    "26.07": Release(onnxruntime="1.27.0", **_ORT_1_23),
 }
 
 # ONNX's element types, by number, as Triton names them.
@@ -85,9 +93,9 @@ def _load(file: Path) -> "onnx.ModelProto | str":
 
 def _version_faults(file: Path, model: "onnx.ModelProto", release: str | None) -> Iterator[str]:
     if release is None:
-        reason = _refused_here(file)
-        if reason:
-            yield f"the installed ONNX Runtime does not open {file.name}: {reason}"
+        session = _opened_here(file)
+        if isinstance(session, str):
+            yield f"the installed ONNX Runtime does not open {file.name}: {session}"
         return
     known = RELEASES[release]
     where = f"Triton {release} has ONNX Runtime {known.onnxruntime}"
@@ -98,19 +106,19 @@ def _version_faults(file: Path, model: "onnx.ModelProto", release: str | None) -
             yield f"{file.name} has opset {opset.version}; {where}, which reads {known.opset} at most"
 
 
-def _refused_here(file: Path) -> str | None:
+def _opened_here(file: Path) -> "onnxruntime.InferenceSession | str":
+    """Open a graph with the installed ONNX Runtime; return why it cannot be, if so."""
     import onnxruntime
 
     options = onnxruntime.SessionOptions()
-    # Only whether it opens is asked.
+    # Only whether it opens, and what it takes, is asked.
     options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
     options.log_severity_level = 4
     try:
-        onnxruntime.InferenceSession(str(file), options, providers=["CPUExecutionProvider"])
+        return onnxruntime.InferenceSession(str(file), options, providers=["CPUExecutionProvider"])
     # Its errors share no base class of their own.
     except Exception as error:
         return str(error).splitlines()[0]
-    return None
 
 
 def _text_model_faults(file: Path, model: "onnx.ModelProto", config: pb.ModelConfig) -> Iterator[str]:
@@ -124,6 +132,24 @@ def _text_model_faults(file: Path, model: "onnx.ModelProto", config: pb.ModelCon
     for tensor in numbers:
         if columns != [-1] and list(tensor.dims) != columns:
             yield f"{tensor.name} has dims {list(tensor.dims)}, but logits of {file.name} has {columns} columns"
+    yield from _longest_faults(file, config)
+
+
+def _longest_faults(file: Path, config: pb.ModelConfig) -> Iterator[str]:
+    """A text is cut at `max_tokens`: the graph must take as many, which its table of positions decides."""
+    import numpy as np
+
+    given = {name: parameter.string_value for name, parameter in config.parameters.items()}
+    session = _opened_here(file)
+    if isinstance(session, str) or not {"max_tokens", "pad_id"} <= set(given):
+        return
+    ids = np.full((1, int(given["max_tokens"])), int(given["pad_id"]), np.int64)
+    tensors = {"input_ids": ids, "attention_mask": np.ones_like(ids), "token_type_ids": np.zeros_like(ids)}
+    try:
+        session.run(["logits"], {tensor.name: tensors[tensor.name] for tensor in session.get_inputs()})
+    # As above; a name or a type that does not fit is said elsewhere as well.
+    except Exception as error:
+        yield f"{file.name} does not take a row of max_tokens, {ids.shape[1]}: {str(error).splitlines()[0]}"
 
 
 def _name_faults(kind: str, ours: Sequence[str], graphs: Iterable[str], *, may_lack: bool = False) -> Iterator[str]:

@@ -2,12 +2,17 @@
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from serving.cores import available_cores
 from serving.errors import ModelError
 
 Text = str | tuple[str, str]
 """What a model reads: one text, or two for a model of pairs."""
+
+Runtime = Literal["embedded", "onnxruntime"]
+"""What runs the graphs: ONNX Runtime in the models' own processes, which every Triton can do, or the backend of its own
+that the official containers have, and the server of the `nvidia-pytriton` package lacks."""
 
 MAX_INSTANCES = 8
 """Each instance is a process with its own copy of the weights, so more cores than this become threads instead."""
@@ -56,6 +61,12 @@ class ServedModel:
     tokenizer: Path
     """The `tokenizer.json` of the model."""
 
+    runtime: Runtime = "embedded"
+    """What runs the graph in the server."""
+
+    gpu_onnx: Path | None = None
+    """The same graph in fp16, for the GPU configurations of the runtime `onnxruntime`; None writes none."""
+
     labels: tuple[str, ...]
     """Label names in the order of the logits; () is a regression, which answers its one logit as a number."""
 
@@ -71,11 +82,14 @@ class ServedModel:
     max_batch_tokens: int = 8192
     """Most tokens, padding included, that run as one batch: it bounds the memory that long texts take."""
 
+    cores: int | None = None
+    """Cores of the machine that will serve; None takes those that this process may use."""
+
     intra_op_threads: int | None = None
-    """Threads of each instance; None shares the cores that are really available among the instances."""
+    """Threads of each instance; None shares the cores among the instances."""
 
     instances: int | None = None
-    """Processes that serve the model side by side; None makes one per available core, at most 8."""
+    """Processes that serve the model side by side; None makes one per core, at most 8."""
 
     warmup_texts: tuple[Text, ...] = ()
     """Real texts, or pairs, that run before the server says that it is ready; () starts cold."""
@@ -101,6 +115,11 @@ class ServedModel:
         for label in self.labels:
             if not label.strip() or label.splitlines() != [label]:
                 raise ModelError(f"model {self.name}: label {label!r} must be one non-empty line: labels.txt holds it")
+        if self.gpu_onnx is not None and self.runtime == "embedded":
+            raise ModelError(
+                f"model {self.name}: gpu_onnx is {self.gpu_onnx}, but the runtime is embedded, which uses processors "
+                "only; choose the runtime onnxruntime"
+            )
         fewest = 5 if self.pair else 3
         if self.max_tokens < fewest:
             raise ModelError(
@@ -114,6 +133,7 @@ class ServedModel:
         for field, value in (
             ("max_batch_size", self.max_batch_size),
             ("max_batch_tokens", self.max_batch_tokens),
+            ("cores", self.cores),
             ("intra_op_threads", self.intra_op_threads),
             ("instances", self.instances),
         ):
@@ -126,12 +146,12 @@ class ServedModel:
         return len(self.labels) or 1
 
     def shares(self) -> tuple[int, int]:
-        """Return (instances, threads of each), with what was not given derived from the available cores.
+        """Return (instances, threads of each), with what was not given derived from the cores.
 
         One thread per instance comes first: INT8 products gain 3 to 4 times on one thread but less than 2 times on
         many, so processes side by side use the same cores better.
         """
-        cores = available_cores()
+        cores = self.cores or available_cores()
         instances = self.instances
         if instances is None:
             instances = max(1, min(MAX_INSTANCES, cores // (self.intra_op_threads or 1)))

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from serving import triton, versions
 from serving.client import Answer, Classification, Client
+from serving.contents import EXPECTED
 from serving.errors import RepositoryError, ServingError
 from serving.inprocess import VALUE, Files
 from serving.model import Text
@@ -22,7 +23,7 @@ PROBABILITY_BOUND = 1e-5
 def verify_served(root: Path, url: str) -> list[Finding]:
     """Ask the server at `url` (host:port of gRPC) for every model of a sound repository; [] if all is as it should be.
 
-    Compared are what is ready, its inputs and outputs, and the answers to the warm-up texts with those of the same
+    Compared are what is ready, its inputs and outputs, and the answers to the stored texts with those of the same
     files opened here, to `PROBABILITY_BOUND`. Raises UnavailableError if no server answers.
     """
     found = []
@@ -56,16 +57,11 @@ def version_files(folder: Path, version: int | None = None) -> Files:
     )
 
 
-def warmup_texts(folder: Path, config: "pb.ModelConfig") -> list[Text]:
-    """Return the texts, or pairs, that a model is warmed up with; [] if it takes none."""
-    rows: dict[Text, None] = {}
-    for warmup in config.model_warmup:
-        files = [warmup.inputs[name].input_data_file for name in triton.TEXTS if name in warmup.inputs]
-        # Each is one string after its length in 4 bytes.
-        texts = [(folder / "warmup" / file).read_bytes()[4:].decode("utf-8") for file in files]
-        if texts:
-            rows[texts[0] if len(texts) == 1 else (texts[0], texts[1])] = None
-    return list(rows)
+def stored_answers(version: Path) -> list[tuple[Text, dict[str, float]]]:
+    """Return the texts, or pairs, that were stored with a version, each with what its files answered when published."""
+    file = version / EXPECTED
+    rows = json.loads(file.read_text("utf-8")) if file.is_file() else []
+    return [(tuple(row["text"]) if isinstance(row["text"], list) else row["text"], row["answer"]) for row in rows]
 
 
 def _model_faults(folder: Path, config: "pb.ModelConfig", url: str) -> Iterator[str]:
@@ -86,11 +82,11 @@ def _model_faults(folder: Path, config: "pb.ModelConfig", url: str) -> Iterator[
         if served.max_batch_size != config.max_batch_size:
             yield f"version {version} takes {served.max_batch_size} rows; config.pbtxt says {config.max_batch_size}"
         if "pad_id" in config.parameters:
-            yield from _answer_faults(folder, version, config, url)
+            yield from _answer_faults(folder, version, url)
 
 
-def _answer_faults(folder: Path, version: int, config: "pb.ModelConfig", url: str) -> Iterator[str]:
-    texts = warmup_texts(folder, config)
+def _answer_faults(folder: Path, version: int, url: str) -> Iterator[str]:
+    texts = [text for text, _ in stored_answers(folder / str(version))]
     expected = version_files(folder, version).answers(texts)
     with Client(url, model=folder.name, version=version) as client:
         for text, numbers in zip(texts, expected, strict=True):

@@ -1,7 +1,6 @@
 """Replaces the version that a running server answers with, without a request that fails, and goes back."""
 
 import contextlib
-import json
 import logging
 import math
 import shutil
@@ -14,8 +13,7 @@ from serving import repository, triton, versions
 from serving.client import Client
 from serving.control import Control
 from serving.errors import RepositoryError, ServingError, SmokeError
-from serving.online import numbers_of
-from serving.repository import EXPECTED
+from serving.online import numbers_of, stored_answers
 from serving.verify import CONFIG, verify
 from serving.versions import read_marker
 
@@ -42,29 +40,45 @@ def deploy(control: Control, model: str) -> Change:
     """Make a server answer with the newest published version of a model that takes texts.
 
     The version is loaded beside under another name and asked its stored texts first; the old one answers meanwhile, and
-    stays published. Raises SmokeError, RequestError or RepositoryError if the new version is not fit; then the old one
-    goes on, and the new one is withdrawn, so that a restart does not bring it back.
+    stays published. Only then does the version get a name that a server loads. Raises SmokeError, RequestError or
+    RepositoryError if the new version is not fit; then the old one goes on, and the new one is withdrawn.
     """
     root = Path(control.repository)
     group = _group(root, model)
-    version, before = versions.newest(root / model), control.live(model)
+    waiting, before = versions.waiting(root / model), control.live(model)
+    version = _published(root / model)
     if before == version:
         return Change(model, before, version, 0)
     try:
-        faults = [finding for finding in verify(root) if finding.model in group]
-        if faults:
-            raise RepositoryError(f"version {version} of {model} has faults: {'; '.join(map(' '.join, faults))}")
+        faults = [fault for name in group for fault in versions.damage(root / name, version)]
+        faults += [
+            f"a checksum of {name} differs" for name in group if not versions.is_as_published(root / name, version)
+        ]
+        _refuse(model, version, faults)
         with _beside(control, root / model, version) as trial:
             smoked = _smoke(control, trial, root / model, version)
+        for name in group:
+            versions.promote(root / name, version)
+        waiting = 0
+        _refuse(model, version, [" ".join(finding) for finding in verify(root) if finding.model in group])
     except (ServingError, OSError) as error:
-        if before:
+        if waiting:
+            for name in reversed(group):
+                versions.discard(root / name, version)
+        elif before:
             repository.rollback(root, model)
+        if before:
             log.warning("version %d of %s is withdrawn; version %d goes on", version, model, before)
         raise error
     for name in group:
         control.load(name)
     _check_live(control, model, version)
     return Change(model, before, version, smoked)
+
+
+def _refuse(model: str, version: int, faults: list[str]) -> None:
+    if faults:
+        raise RepositoryError(f"version {version} of {model} has faults: {'; '.join(faults)}")
 
 
 def rollback(control: Control, model: str) -> Change:
@@ -95,7 +109,7 @@ def status(control: Control) -> list[dict[str, Any]]:
                     "model": model,
                     "version": version or None,
                     "state": state,
-                    "published": versions.newest(Path(control.repository) / model) or None,
+                    "published": _published(Path(control.repository) / model) or None,
                     "texts": int(row.get("inference_count", 0)),
                     "executions": int(row.get("execution_count", 0)),
                     "failed": int(times.get("fail", {}).get("count", 0)),
@@ -103,6 +117,11 @@ def status(control: Control) -> list[dict[str, Any]]:
                 }
             )
     return rows
+
+
+def _published(model: Path) -> int:
+    """Return the version that `deploy` would make live."""
+    return versions.waiting(model) or versions.newest(model)
 
 
 _TIMES = {"queue": "queue", "compute": "compute_infer", "total": "success"}
@@ -128,14 +147,21 @@ def _beside(control: Control, folder: Path, version: int) -> Iterator[str]:
     place = Path(control.staging) / trial
     shutil.rmtree(place, ignore_errors=True)
     place.mkdir(parents=True)
-    config = triton.from_text((folder / str(version) / CONFIG).read_text("utf-8"))
+    published = versions.place(folder, version).absolute()
+    config = triton.from_text((published / CONFIG).read_text("utf-8"))
     config.name = trial
+    student = (read_marker(folder) or {}).get("student")
+    if student:
+        # Its place beside the model is another until both are deployed. The model fills in what is in braces.
+        graph = str(versions.place(folder.parent / student, version).absolute() / "model.onnx")
+        config.parameters["onnx"].string_value = graph.replace("{", "{{").replace("}", "}}")
     # One is enough to ask it a few texts, and the cores are busy.
     config.instance_group[0].count = 1
     (place / CONFIG).write_text(triton.to_text(config), "utf-8")
-    for name in ("labels.txt", "warmup", str(version)):
-        if (folder / name).exists():
-            (place / name).symlink_to((folder / name).absolute())
+    links = {"labels.txt": published / "labels.txt", "warmup": folder.absolute() / "warmup", str(version): published}
+    for name, target in links.items():
+        if target.exists():
+            (place / name).symlink_to(target)
     try:
         control.load(trial)
         yield trial
@@ -147,12 +173,10 @@ def _beside(control: Control, folder: Path, version: int) -> Iterator[str]:
 
 def _smoke(control: Control, served: str, folder: Path, version: int) -> int:
     """Ask a served version its stored texts; return how many, or raise SmokeError at the first wrong answer."""
-    file = folder / str(version) / EXPECTED
-    rows = json.loads(file.read_text("utf-8")) if file.is_file() else []
+    rows = stored_answers(versions.place(folder, version))
     with Client(control.grpc_url, model=served, version=version) as client:
-        for row in rows:
-            text = tuple(row["text"]) if isinstance(row["text"], list) else row["text"]
-            wanted, found = row["answer"], numbers_of(client.classify([text])[0])
+        for text, wanted in rows:
+            found = numbers_of(client.classify([text])[0])
             best = max(wanted, key=lambda name: wanted[name])
             gap = max((abs(found[name] - wanted[name]) for name in wanted if name in found), default=math.inf)
             if set(found) != set(wanted) or max(found, key=lambda name: found[name]) != best or gap > SMOKE_BOUND:

@@ -18,8 +18,9 @@ from types import TracebackType
 from typing import BinaryIO, Self
 
 from serving import supervisor
-from serving.control import HEADER, RESTRICTED, Control, base_folder
+from serving.control import HEADER, LOCK, RESTRICTED, Control, base_folder
 from serving.errors import DeadlineError, StartError, UnavailableError
+from serving.versions import read_marker
 from serving.wheel import environment, find_wheel, prepare_backends, prepare_binary
 
 _POLL_S = 0.05
@@ -32,7 +33,6 @@ _STUB_TIMEOUT_S = 120
 _CACHE_BYTES = 64 * 2**20
 _WATCH_S = 0.5
 _NOTICE_S = 1.5
-_LOCK = "lock"
 # Without the proxies of the environment: they cannot reach a server on this machine.
 _LOCAL = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
@@ -121,6 +121,7 @@ class TritonServer:
             raise StartError(f"the server on {self.http_url} is started already; stop it first")
         if not self.repository.is_dir():
             raise StartError(f"model repository {self.repository} is no folder; run `compressor build` first")
+        self._check_runtime()
         wheel = find_wheel()
         self._check_ports()
         run, lock = _new_run()
@@ -276,6 +277,15 @@ class TritonServer:
             raise StartError("the server is not started; call start() first")
         return self._process
 
+    def _check_runtime(self) -> None:
+        """Raise StartError if a model needs a backend that this server lacks."""
+        for folder in sorted(self.repository.iterdir()):
+            if (read_marker(folder) or {}).get("runtime") == "onnxruntime":
+                raise StartError(
+                    f"{folder} was published for the runtime onnxruntime, which the server of nvidia-pytriton lacks; "
+                    "serve it with Triton's official container (`compressor deploy-files`), or publish it for embedded"
+                )
+
     def _check_ports(self) -> None:
         """Raise StartError if a port cannot be taken: the server's own message comes late and names no remedy."""
         ports = {"http_port": self.http_port, "grpc_port": self.grpc_port, "metrics_port": self.metrics_port}
@@ -359,7 +369,7 @@ def _new_run() -> tuple[Path, int]:
             _remove_leftovers(base)
             run = base / f"compressor-{secrets.token_hex(6)}"
             run.mkdir()
-            lock = os.open(run / _LOCK, os.O_RDWR | os.O_CREAT)
+            lock = os.open(run / LOCK, os.O_RDWR | os.O_CREAT)
             fcntl.flock(lock, fcntl.LOCK_EX)
             return run, lock
         finally:
@@ -374,7 +384,7 @@ def _remove_leftovers(base: Path) -> None:
     """Remove the run folders that no supervisor holds any more; the kernel frees the lock of one that was killed."""
     for run in base.glob("compressor-*"):
         try:
-            with (run / _LOCK).open("rb") as lock:
+            with (run / LOCK).open("rb") as lock:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             continue

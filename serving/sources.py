@@ -1,6 +1,7 @@
 """Reads the files of a model before it is published, and refuses what a server could not run."""
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from serving.errors import ModelError
@@ -40,23 +41,26 @@ class Source:
 
 def read_source(model: ServedModel) -> Source:
     """Check the graph and the tokenizer of a model; raise ModelError naming what a server could not run."""
-    for file in (model.onnx, model.tokenizer):
+    graphs = (model.onnx,) if model.gpu_onnx is None else (model.onnx, model.gpu_onnx)
+    for file in (*graphs, model.tokenizer):
         if not file.is_file():
             raise ModelError(f"model {model.name}: {file} is no file; give the path of an existing one")
-    inputs = _read_inputs(model)
+    inputs, *others = (_read_inputs(model, graph) for graph in graphs)
+    if any(set(names) != set(inputs) for names in others):
+        raise ModelError(f"model {model.name}: {model.onnx.name} has the inputs {inputs}, its fp16 graph {others[0]}")
     pad_id, warmups = _read_tokenizer(model)
     return Source(inputs=inputs, pad_id=pad_id, warmups=warmups)
 
 
-def _read_inputs(model: ServedModel) -> tuple[str, ...]:
+def _read_inputs(model: ServedModel, file: Path) -> tuple[str, ...]:
     import onnx
     from google.protobuf.message import DecodeError
 
     try:
-        graph = onnx.load(str(model.onnx), load_external_data=False).graph
+        graph = onnx.load(str(file), load_external_data=False).graph
     except DecodeError as error:
-        raise ModelError(f"model {model.name}: {model.onnx} is not an ONNX file ({error}); export it again") from error
-    where = f"model {model.name}: {model.onnx.name}"
+        raise ModelError(f"model {model.name}: {file} is not an ONNX file ({error}); export it again") from error
+    where = f"model {model.name}: {file.name}"
     if any(weights.data_location == onnx.TensorProto.EXTERNAL for weights in graph.initializer):
         raise ModelError(f"{where} keeps weights in a second file; save it as one file (save_as_external_data=False)")
     constants = {weights.name for weights in graph.initializer}

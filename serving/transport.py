@@ -116,11 +116,7 @@ class HttpTransport:
 
     def infer(self, model: Served, inputs: Mapping[str, Sequence[bytes]], outputs: Sequence[str]) -> list[Column]:
         """Send one request, the texts of each input by its name, and return the outputs asked for."""
-        tensors = []
-        for name, texts in inputs.items():
-            tensors.append(self._library.InferInput(name, [len(texts), 1], "BYTES"))
-            tensors[-1].set_data_from_numpy(_column(texts), binary_data=True)
-        asked = [self._library.InferRequestedOutput(name, binary_data=True) for name in outputs]
+        tensors, asked = http_request(self._library, inputs, outputs)
         with border(self._address, self._timeout_s):
             result = self._client.infer(model.name, tensors, model.version, outputs=asked)
         return [result.as_numpy(name).tolist() for name in outputs]
@@ -128,10 +124,7 @@ class HttpTransport:
     def facts(self, model: Served) -> ModelFacts:
         """Read the configuration of a model."""
         with border(self._address, self._timeout_s):
-            config = self._client.get_model_config(model.name, model.version)
-        labels = config.get("parameters", {}).get("labels", {}).get("string_value", "")
-        inputs = [tensor["name"] for tensor in config["input"]]
-        return _facts(model.name, labels, inputs, config["max_batch_size"])
+            return facts_of_json(model, self._client.get_model_config(model.name, model.version))
 
     def is_ready(self, model: Served) -> bool:
         """Say whether the server and a model are ready; False if no server answers."""
@@ -160,6 +153,17 @@ def served_config(address: str, model: str, version: int, timeout_s: float = 10.
         transport.close()
 
 
+def http_request(
+    library: Any, inputs: Mapping[str, Sequence[bytes]], outputs: Sequence[str]
+) -> tuple[list[Any], list[Any]]:
+    """Return the inputs and outputs of one request as `library`, Triton's for HTTP, takes them."""
+    tensors = []
+    for name, texts in inputs.items():
+        tensors.append(library.InferInput(name, [len(texts), 1], "BYTES"))
+        tensors[-1].set_data_from_numpy(_column(texts), binary_data=True)
+    return tensors, [library.InferRequestedOutput(name, binary_data=True) for name in outputs]
+
+
 def _column(texts: Sequence[bytes]) -> NDArray[np.object_]:
     """Return texts as [texts, 1]; an object array, because numpy's own byte strings lose zeros at the end."""
     column = np.empty((len(texts), 1), dtype=np.object_)
@@ -171,6 +175,13 @@ def facts_of(config: pb.ModelConfig) -> ModelFacts:
     """Return what a client must know of a model with this configuration."""
     inputs = [tensor.name for tensor in config.input]
     return _facts(config.name, config.parameters["labels"].string_value, inputs, config.max_batch_size)
+
+
+def facts_of_json(model: Served, config: Mapping[str, Any]) -> ModelFacts:
+    """Return what a client must know of a model with this configuration, as HTTP gives it."""
+    labels = config.get("parameters", {}).get("labels", {}).get("string_value", "")
+    inputs = [tensor["name"] for tensor in config["input"]]
+    return _facts(model.name, labels, inputs, config["max_batch_size"])
 
 
 def channel_options(address: str) -> list[tuple[str, int]]:
@@ -215,7 +226,7 @@ def border(address: str, timeout_s: float) -> Iterator[None]:
         if status in _REFUSED or (status.startswith("4") and status.isdigit()):
             raise RequestError(f"the server at {address} refused the request: {message}") from error
         if status == "UNAVAILABLE" and "connect" in message:
-            raise UnavailableError(_no_server(address, message)) from error
+            raise UnavailableError(no_server(address, message)) from error
         raise UnavailableError(
             f"the server at {address} cannot answer now: {message}; try later, or send less"
         ) from error
@@ -223,7 +234,7 @@ def border(address: str, timeout_s: float) -> Iterator[None]:
         raise DeadlineError(late) from error
     except (OSError, HTTPException) as error:
         reason = "the name is unknown" if isinstance(error, socket.gaierror) else str(error) or type(error).__name__
-        raise UnavailableError(_no_server(address, reason)) from error
+        raise UnavailableError(no_server(address, reason)) from error
 
 
 def _cause(error: Any) -> tuple[str, str]:
@@ -233,5 +244,6 @@ def _cause(error: Any) -> tuple[str, str]:
     return error.code().name, error.details() or ""
 
 
-def _no_server(address: str, reason: str) -> str:
+def no_server(address: str, reason: str) -> str:
+    """Return the sentence for a server that cannot be reached."""
     return f"no server answers at {address} ({reason}); start one with `compressor serve`, or check host and port"

@@ -13,8 +13,13 @@ from tritonclient.grpc import model_config_pb2 as pb
 
 from serving.errors import RepositoryError
 from serving.model import ServedModel
+from serving.sources import Source
 
 LABELS_FILE = "labels.txt"
+GPU_GRAPH = "model.fp16.onnx"
+ENGINE_CACHE = "/var/cache/triton"
+"""Folder of the server's container that keeps TensorRT's engines; making one takes minutes."""
+_USUAL_ROWS, _USUAL_TOKENS = 8, 32  # what engines are tuned for
 TEXTS = ("TEXT", "TEXT_PAIR")
 """Inputs that take text; a model of single texts has the first alone."""
 
@@ -39,19 +44,35 @@ def text_bytes(text: str) -> bytes:
     return len(raw).to_bytes(4, "little") + raw
 
 
-def entry_config(model: ServedModel, *, student: str, pad_id: int, warmups: Sequence[Warmup] = ()) -> pb.ModelConfig:
-    """Return the config of the model that clients call, with the graph of the model `student` inside.
+def text_config(
+    model: ServedModel, *, name: str, graph: str, source: Source, warmups: Sequence[Warmup] = ()
+) -> pb.ModelConfig:
+    """Return the config of a model that clients call, with the graph that the model `graph` holds; it may be itself.
 
     Texts in: TEXT, and TEXT_PAIR where the model reads pairs; strings [1]. Out: LABEL string [1], SCORE float32 [1] and
     PROBABILITIES float32 [labels], or, of a regression, VALUE float32 [1]; and TRUNCATED bool [1], whether the text was
-    longer than the model reads.
+    longer than the model reads. With the runtime `onnxruntime` the model asks `graph`; otherwise it opens the file.
     """
-    return _text_config(model, model.name, f"../../{student}/{{version}}/model.onnx", pad_id, warmups)
-
-
-def teacher_config(model: ServedModel, *, name: str, pad_id: int, warmups: Sequence[Warmup] = ()) -> pb.ModelConfig:
-    """Return the config of a model like the entry model that has its graph in its own version folder."""
-    return _text_config(model, name, "model.onnx", pad_id, warmups)
+    instances, threads = model.shares()
+    config = _base(model, name, instances, warmups)
+    if model.response_cache:
+        config.response_cache.enable = True
+    _add_texts(config, model)
+    parameters = {
+        "inputs": json.dumps(source.inputs),
+        "intra_op_threads": str(threads),
+        "max_batch_tokens": str(model.max_batch_tokens),
+        "max_tokens": str(model.max_tokens),
+        # Where it is also tells `verify` what an asked model runs.
+        "onnx": "model.onnx" if graph == name else f"../../{graph}/{{version}}/model.onnx",
+        "pad_id": str(source.pad_id),
+        # Triton does not hand labels.txt out, so clients read the names here; none says that it is a regression.
+        "labels": json.dumps(model.labels),
+    }
+    if model.runtime == "onnxruntime":
+        parameters["student"] = graph
+    _set_parameters(config, parameters)
+    return config
 
 
 def cascade_config(
@@ -93,6 +114,62 @@ def runner_config(
     return config
 
 
+def graph_config(
+    model: ServedModel, *, name: str, inputs: Sequence[str], warmups: Sequence[Warmup] = ()
+) -> pb.ModelConfig:
+    """Return the config of the model that Triton's onnxruntime backend runs on the processor: token ids to logits."""
+    instances, threads = model.shares()
+    config = _base(model, name, instances, warmups, backend="onnxruntime")
+    config.default_model_filename = "model.onnx"
+    for tensor in inputs:
+        config.input.add(name=tensor, data_type=pb.TYPE_INT64, dims=[-1])
+    _add_numbers(config, "logits", model)
+    # The graph's own level of optimization stays: the backend's default is all of it.
+    _set_parameters(
+        config, {"intra_op_thread_count": str(threads), "inter_op_thread_count": "1", "execution_mode": "0"}
+    )
+    return config
+
+
+def gpu_config(processor: pb.ModelConfig, model: ServedModel, *, tensorrt: bool) -> pb.ModelConfig:
+    """Return what `graph_config` made, for the fp16 graph on GPUs: with CUDA alone, or with TensorRT where it can.
+
+    An engine of TensorRT serves the shapes of its profile: from one token to a full batch of the longest rows.
+    """
+    config = pb.ModelConfig()
+    config.CopyFrom(processor)
+    config.default_model_filename = GPU_GRAPH
+    del config.instance_group[:]
+    # One on each GPU that the server finds.
+    config.instance_group.add(kind=pb.ModelInstanceGroup.KIND_GPU, count=1)
+    # Threads of the processor have nothing to do, and would only spin.
+    _set_parameters(config, {"intra_op_thread_count": "1"})
+    accelerator = config.optimization.execution_accelerators.gpu_execution_accelerator.add()
+    if not tensorrt:
+        accelerator.name = "cuda"
+        accelerator.parameters["use_ep_level_unified_stream"] = "1"
+        return config
+    accelerator.name = "tensorrt"
+    parameters = {
+        "precision_mode": "FP16",
+        "max_workspace_size_bytes": str(2**30),
+        # Sums of squares in fp16 overflow.
+        "trt_layer_norm_fp32_fallback": "1",
+        "trt_engine_cache_enable": "1",
+        "trt_engine_cache_path": ENGINE_CACHE,
+        "trt_timing_cache_enable": "1",
+        "trt_timing_cache_path": ENGINE_CACHE,
+    }
+    rows = min(model.max_batch_size, _USUAL_ROWS), min(model.max_tokens, _USUAL_TOKENS)
+    for bound, shape in (("min", (1, 1)), ("opt", rows), ("max", (model.max_batch_size, model.max_tokens))):
+        parameters[f"trt_profile_{bound}_shapes"] = ",".join(
+            f"{tensor.name}:{shape[0]}x{shape[1]}" for tensor in config.input
+        )
+    for key, value in sorted(parameters.items()):
+        accelerator.parameters[key] = value
+    return config
+
+
 def to_text(config: pb.ModelConfig) -> str:
     """Return a config as the text of `config.pbtxt`."""
     text: str = text_format.MessageToString(config, as_utf8=True)
@@ -114,25 +191,6 @@ def parameters_of(config: pb.ModelConfig) -> dict[str, str]:
     return {name: parameter.string_value for name, parameter in config.parameters.items()}
 
 
-def _text_config(model: ServedModel, name: str, onnx: str, pad_id: int, warmups: Sequence[Warmup]) -> pb.ModelConfig:
-    instances, threads = model.shares()
-    config = _base(model, name, instances, warmups)
-    if model.response_cache:
-        config.response_cache.enable = True
-    _add_texts(config, model)
-    parameters = {
-        "intra_op_threads": str(threads),
-        "max_batch_tokens": str(model.max_batch_tokens),
-        "max_tokens": str(model.max_tokens),
-        "onnx": onnx,
-        "pad_id": str(pad_id),
-        # Triton does not hand labels.txt out, so clients read the names here; none says that it is a regression.
-        "labels": json.dumps(model.labels),
-    }
-    _set_parameters(config, parameters)
-    return config
-
-
 def _add_texts(config: pb.ModelConfig, model: ServedModel) -> None:
     """Add the inputs and outputs of a model that takes texts."""
     for tensor in TEXTS if model.pair else TEXTS[:1]:
@@ -150,8 +208,10 @@ def _add_numbers(config: pb.ModelConfig, name: str, model: ServedModel) -> None:
     config.output.add(name=name, data_type=pb.TYPE_FP32, dims=[model.outputs], label_filename=labels)
 
 
-def _base(model: ServedModel, name: str, instances: int, warmups: Sequence[Warmup]) -> pb.ModelConfig:
-    config = pb.ModelConfig(name=name, backend="python", max_batch_size=model.max_batch_size)
+def _base(
+    model: ServedModel, name: str, instances: int, warmups: Sequence[Warmup], *, backend: str = "python"
+) -> pb.ModelConfig:
+    config = pb.ModelConfig(name=name, backend=backend, max_batch_size=model.max_batch_size)
     config.version_policy.latest.num_versions = 1
     # Without a count Triton chooses one itself, and each instance then takes all cores.
     config.instance_group.add(kind=pb.ModelInstanceGroup.KIND_CPU, count=instances)

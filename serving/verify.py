@@ -6,7 +6,8 @@ publishes (their tokenizer, their checksums, which model opens the graph of whic
 
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from itertools import chain
 from pathlib import Path
 from typing import NamedTuple
 
@@ -23,7 +24,10 @@ _BACKENDS = ("python", "onnxruntime")
 _PLATFORMS = {"onnxruntime_onnx": "onnxruntime"}
 _FILES = {"python": "model.py", "onnxruntime": "model.onnx"}
 # Folders of a model that are no versions and need not be.
-_OTHER_FOLDERS = ("warmup", "configs")
+_OTHER_FOLDERS = ("warmup", versions.CONFIGS)
+_ANY_GPUS = 1024
+_COUNTS = ("intra_op_thread_count", "inter_op_thread_count", "execution_mode")
+_ACCELERATORS = {"gpu": ("tensorrt", "cuda"), "cpu": ("openvino",)}
 _ITEM_BYTES = {
     **dict.fromkeys(("TYPE_BOOL", "TYPE_INT8", "TYPE_UINT8"), 1),
     **dict.fromkeys(("TYPE_INT16", "TYPE_UINT16", "TYPE_FP16", "TYPE_BF16"), 2),
@@ -95,14 +99,23 @@ def _model(folder: Path, release: str | None, gpus: int) -> Iterator[tuple[str, 
         except (RepositoryError, UnicodeDecodeError) as error:
             yield f"configs/{other.name}", str(error)
     for place, each in configs:
-        for fault in _config_faults(folder, each, release):
-            yield place, fault
-        for fault in _device_faults(each, gpus if place == CONFIG else 1):
-            yield place, fault
-        for fault in _warmup_faults(folder, each):
+        # Another configuration than the usual one is for the machine that it is chosen on.
+        devices = gpus if place == CONFIG else _ANY_GPUS
+        found = (
+            _config_faults(folder, each, release),
+            _device_faults(each, devices),
+            _warmup_faults(folder, each),
+            _backend_faults(each),
+            _asked_faults(folder, each),
+        )
+        for fault in chain(*found):
             yield place, fault
     yield from _folder_faults(folder)
     yield from _version_faults(folder, config, release)
+    for place, each in configs[1:]:
+        for version in versions.published(folder):
+            for fault in _file_faults(folder / str(version), each, release):
+                yield place, f"version {version}: {fault}"
     yield from _content_faults(folder)
 
 
@@ -199,7 +212,7 @@ def _folder_faults(folder: Path) -> Iterator[tuple[str, str]]:
         for path in sorted(folder.iterdir())
         if path.is_dir()
         and path.name not in (*_OTHER_FOLDERS, "__pycache__", *map(str, versions.published(folder)))
-        and not path.name.startswith(versions.WITHDRAWN)
+        and not path.name.startswith((versions.WITHDRAWN, versions.WAITING))
     ]
     for name in odd:
         yield name, "is no version: versions are numbers that do not begin with 0"
@@ -209,30 +222,83 @@ def _version_faults(folder: Path, config: pb.ModelConfig, release: str | None) -
     wanted = served_versions(folder, config)
     if not wanted:
         yield ".", "has no version folder"
-    backend = _backend(config)
     for version in wanted:
         place = folder / str(version)
-        name = config.default_model_filename or _FILES.get(backend, "")
         if not place.is_dir():
             yield str(version), "is a version that the policy names and that is missing"
             continue
-        if not (place / name).is_file():
-            yield f"{version}/{name}", "is missing"
-        graph = _graph(place, config, backend)
-        if graph is not None and not graph.is_file():
-            yield str(version), f"opens {graph.relative_to(folder.parent)}, which is missing"
-        elif graph is not None:
-            for fault in graph_faults(graph, config, release if backend == "onnxruntime" else None):
-                yield str(version), fault
+        for fault in _file_faults(place, config, release):
+            yield str(version), fault
         if "pad_id" in config.parameters:
             for fault in _tokenizer_faults(place, config):
                 yield str(version), fault
-        for asked in (triton.parameters_of(config).get(role) for role in ("student", "teacher")):
-            if asked and not (folder.parent / asked / CONFIG).is_file():
-                yield (
-                    CONFIG,
-                    f"the model asks {asked}, which the repository lacks; a server would say READY all the same",
-                )
+
+
+def _file_faults(version: Path, config: pb.ModelConfig, release: str | None) -> Iterator[str]:
+    """What a version must hold, and its graph, as one configuration wants them."""
+    backend = _backend(config)
+    name = config.default_model_filename or _FILES.get(backend, "")
+    if not (version / name).is_file():
+        yield f"{name} is missing"
+    graph = _graph(version, config, backend)
+    if graph is not None and not graph.is_file():
+        if graph.parent != version:
+            yield f"opens {graph.relative_to(version.parent.parent)}, which is missing"
+    elif graph is not None:
+        yield from graph_faults(graph, config, release if backend == "onnxruntime" else None)
+
+
+def _asked_faults(folder: Path, config: pb.ModelConfig) -> Iterator[str]:
+    """A model that asks others gives no way to see, before a request fails, that they cannot answer it."""
+    parameters = triton.parameters_of(config)
+    for role in ("student", "teacher"):
+        asked = parameters.get(role)
+        if not asked:
+            continue
+        try:
+            other = triton.from_text((folder.parent / asked / CONFIG).read_text("utf-8"))
+        except OSError:
+            yield f"the model asks {asked}, which the repository lacks; a server would say READY all the same"
+            continue
+        except (RepositoryError, UnicodeDecodeError):
+            continue  # said of that model
+        if other.max_batch_size < config.max_batch_size:
+            yield f"the model takes {config.max_batch_size} rows and asks {asked}, which takes {other.max_batch_size}"
+        sent, taken = json.loads(parameters.get("inputs", "[]")), [tensor.name for tensor in other.input]
+        if sent and sorted(sent) != sorted(taken):
+            yield f"the model sends {sent} to {asked}, which takes {taken}"
+
+
+def _backend_faults(config: pb.ModelConfig) -> Iterator[str]:
+    """What the onnxruntime backend reads besides the tensors."""
+    if _backend(config) != "onnxruntime":
+        return
+    for name, value in triton.parameters_of(config).items():
+        if name in _COUNTS and not (value.isascii() and value.isdigit()):
+            yield f"the parameter {name} is {value!r}; it must be a number as string_value"
+    accelerators = config.optimization.execution_accelerators
+    on_gpu = any(group.kind == group.KIND_GPU for group in config.instance_group)
+    for kind, found in (
+        ("gpu", accelerators.gpu_execution_accelerator),
+        ("cpu", accelerators.cpu_execution_accelerator),
+    ):
+        for accelerator in found:
+            if accelerator.name not in _ACCELERATORS[kind]:
+                yield f"{kind}_execution_accelerator is {accelerator.name!r}; known: {', '.join(_ACCELERATORS[kind])}"
+            if kind == "gpu" and not on_gpu:
+                yield f"{accelerator.name} is set and no instance_group is KIND_GPU: it would not be used"
+            yield from _profile_faults(config, dict(accelerator.parameters))
+
+
+def _profile_faults(config: pb.ModelConfig, parameters: Mapping[str, str]) -> Iterator[str]:
+    """TensorRT's profile must name every input, in all three bounds."""
+    shapes = {bound: parameters.get(f"trt_profile_{bound}_shapes") for bound in ("min", "opt", "max")}
+    if not any(shapes.values()):
+        return
+    for bound, text in shapes.items():
+        named = [part.rpartition(":")[0] for part in (text or "").split(",")]
+        if sorted(named) != sorted(tensor.name for tensor in config.input):
+            yield f"trt_profile_{bound}_shapes is {text!r}; it must give each input a shape: input_ids:1x8,..."
 
 
 def _graph(version: Path, config: pb.ModelConfig, backend: str) -> Path | None:
@@ -264,7 +330,8 @@ def _content_faults(folder: Path) -> Iterator[tuple[str, str]]:
         return
     for fault in versions.faults(folder):
         yield ".", fault
-    for version in versions.published(folder):
-        manifest = read_manifest(folder / str(version))
-        if manifest is not None and not versions.is_as_published(folder, version):
-            yield str(version), "holds files that are not the ones that were published: a checksum differs"
+    waiting = versions.waiting(folder)
+    for version in (*versions.published(folder), *([waiting] if waiting else [])):
+        place = versions.place(folder, version)
+        if read_manifest(place) is not None and not versions.is_as_published(folder, version):
+            yield place.name, "holds files that are not the ones that were published: a checksum differs"

@@ -1,9 +1,13 @@
 """One version of one published model: what it holds, how it is written, how it is checked.
 
 <model>/                     marked as ours by .compressor.json
-  config.pbtxt  labels.txt   copies of the newest version's, where Triton looks for them; a regression has no labels
+  config.pbtxt  labels.txt  configs/
+                             copies of the newest version's, where Triton looks for them; a regression has no labels,
+                             and other configurations are there for GPUs alone
   warmup/<sha>.bin           named by content, so a new version never changes what an older one uses
   <version>/                 immutable once renamed into place: files, config.pbtxt, labels.txt, manifest.json
+  waiting-<version>/         the same, until `deploy` makes it a version: Triton does not look at it
+  withdrawn-<version>/       was a version before it was rolled back
 """
 
 import hashlib
@@ -26,7 +30,13 @@ _MANIFEST = "manifest.json"
 WITHDRAWN = "withdrawn-"
 """A version that was rolled back is named by this and its number."""
 
-_SHARED = ("labels.txt", "config.pbtxt")
+WAITING = "waiting-"
+"""A version that no server serves before it is deployed is named by this and its number."""
+
+CONFIGS = "configs"
+"""Folder of the configurations that a server can be told to take instead of `config.pbtxt`."""
+
+_SHARED = ("labels.txt", f"{CONFIGS}/gpu.pbtxt", f"{CONFIGS}/tensorrt.pbtxt", "config.pbtxt")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,7 +50,7 @@ class Content:
     """What the model's marker file says."""
 
     files: Mapping[str, Path | bytes]
-    """File name in the version folder -> where it is copied from, or its bytes."""
+    """File in the version folder, relative to it -> where it is copied from, or its bytes."""
 
     warmup: Mapping[str, bytes]
     """File name in the model's warm-up folder -> its bytes."""
@@ -84,10 +94,49 @@ def newest(model: Path) -> int:
     return max(published(model), default=0)
 
 
+def waiting(model: Path) -> int:
+    """Return the newest version in a model folder that waits to be deployed; 0 if there is none."""
+    return max(_named(model, WAITING), default=0)
+
+
 def last_used(model: Path) -> int:
     """Return the highest number that a version in a model folder ever had, withdrawn ones included; 0 if none."""
-    withdrawn = [name.removeprefix(WITHDRAWN) for name in _folder_names(model) if name.startswith(WITHDRAWN)]
-    return max([newest(model), *(int(number) for number in withdrawn if number.isdigit())])
+    return max([newest(model), *_named(model, WITHDRAWN), *_named(model, WAITING)])
+
+
+def place(model: Path, version: int) -> Path:
+    """Return the folder of a version, which may be waiting."""
+    live, held = model / str(version), model / f"{WAITING}{version}"
+    return held if held.is_dir() and not live.exists() else live
+
+
+def promote(model: Path, version: int) -> None:
+    """Make a waiting version one that Triton serves from its next load, and the shared files those of it."""
+    held = model / f"{WAITING}{version}"
+    if held.is_dir():
+        held.rename(model / str(version))
+        _sync(model)
+    _write_files(model, {Path(name): _bytes(model / str(version) / name) for name in _SHARED})
+
+
+def discard(model: Path, version: int) -> None:
+    """Put a waiting version aside; the ones that are served are not touched."""
+    held = model / f"{WAITING}{version}"
+    if held.is_dir():
+        held.rename(model / f"{WITHDRAWN}{version}")
+        _sync(model)
+
+
+def forget_waiting(model: Path, *, but: int) -> None:
+    """Remove the versions that wait, apart from number `but`: whoever publishes another wants that one."""
+    for number in _named(model, WAITING):
+        if number != but:
+            shutil.rmtree(model / f"{WAITING}{number}")
+
+
+def _named(model: Path, prefix: str) -> list[int]:
+    numbers = [name.removeprefix(prefix) for name in _folder_names(model) if name.startswith(prefix)]
+    return [int(number) for number in numbers if number.isdigit()]
 
 
 def withdraw(model: Path, version: int, older: int) -> None:
@@ -100,26 +149,28 @@ def withdraw(model: Path, version: int, older: int) -> None:
 
 
 def holds(model: Path, version: int, content: Content) -> bool:
-    """Say whether a version is published, undamaged, with exactly this content."""
-    manifest = read_manifest(model / str(version))
+    """Say whether a version is published, or waits, undamaged, with exactly this content."""
+    folder = place(model, version)
+    manifest = read_manifest(folder)
     if manifest is None or manifest.digest != content.digest:
         return False
-    paths = {file: model / str(version) / file for file in content.files}
+    paths = {file: folder / file for file in content.files}
     paths |= {file: model / "warmup" / file for file in content.warmup}
     return all(path.is_file() and sha256(path) == content.hashes[file] for file, path in paths.items())
 
 
 def is_as_published(model: Path, version: int) -> bool:
     """Say whether every file of a published version still has the bytes that its manifest's digest was made of."""
-    manifest = read_manifest(model / str(version))
+    folder = place(model, version)
+    manifest = read_manifest(folder)
     if manifest is None:
         return False
-    paths = {name: model / str(version) / name for name in manifest.files}
+    paths = {name: folder / name for name in manifest.files}
     paths |= {name: model / "warmup" / name for name in manifest.warmup}
     if not all(path.is_file() for path in paths.values()):
         return False
     student = (read_marker(model) or {}).get("student")
-    opened = read_manifest(model.parent / student / str(version)) if student else None
+    opened = read_manifest(place(model.parent / student, version)) if student else None
     if student and opened is None:
         return False
     hashes = {name: sha256(path) for name, path in paths.items()}
@@ -137,22 +188,26 @@ def read_manifest(version: Path) -> Manifest | None:
 def faults(model: Path) -> list[str]:
     """Return what is wrong with the newest version of a model folder of ours, each as half a sentence."""
     version = newest(model)
-    folder = model / str(version)
     if not version:
         return [f"{model} has no version"]
+    stale = [name for name in _SHARED if _bytes(model / name) != _bytes(model / str(version) / name)]
+    return damage(model, version) + [f"{model / name} is not the one of version {version}" for name in stale]
+
+
+def damage(model: Path, version: int) -> list[str]:
+    """Return which files of a version are not of the size that they had, each as half a sentence."""
+    folder = place(model, version)
     manifest = read_manifest(folder)
     if manifest is None:
         return [f"{folder} has no {_MANIFEST}"]
     sizes = {folder / name: size for name, size in manifest.files.items()}
     sizes |= {model / "warmup" / name: size for name, size in manifest.warmup.items()}
     found = [f"{path} is missing" for path in sizes if not path.is_file()]
-    found += [
+    return found + [
         f"{path} has {path.stat().st_size} bytes instead of {size}"
         for path, size in sizes.items()
         if path.is_file() and path.stat().st_size != size
     ]
-    stale = [name for name in _SHARED if _bytes(model / name) != _bytes(folder / name)]
-    return found + [f"{model / name} is not the one of version {version}" for name in stale]
 
 
 def read_marker(model: Path) -> dict[str, str] | None:
@@ -180,6 +235,7 @@ def stage(content: Content, version: int, model: Path) -> Path:
         else:
             folder = temporary
         for name, source in content.files.items():
+            (folder / name).parent.mkdir(exist_ok=True)
             _write(source, folder / name)
         manifest = Manifest(
             digest=content.digest,
@@ -193,21 +249,31 @@ def stage(content: Content, version: int, model: Path) -> Path:
     return temporary
 
 
-def commit(temporary: Path, version: int, model: Path) -> None:
+def commit(temporary: Path, name: str, model: Path) -> None:
     """Give a staged folder its final name in one step."""
-    temporary.rename(model if temporary.parent == model.parent else model / str(version))
+    temporary.rename(model if temporary.parent == model.parent else model / name)
     _sync(temporary.parent)
 
 
-def refresh(content: Content, model: Path) -> None:
-    """Make the files that all versions of a model share those of `content`; the config comes last."""
-    _write_shared(content, model)
+def refresh(content: Content, model: Path, *, live: bool) -> None:
+    """Make the files that all versions of a model share those of `content`; the config comes last.
+
+    Of one that is not live only the warm-up files are written, which no other version has under the same names.
+    """
+    if live:
+        _write_shared(content, model)
+    else:
+        _write_warmups(content, model)
+
+
+def _write_warmups(content: Content, model: Path) -> None:
+    (model / "warmup").mkdir(exist_ok=True)
+    _write_files(model, {Path("warmup") / name: raw for name, raw in content.warmup.items()})
 
 
 def _write_shared(content: Content, model: Path) -> None:
-    (model / "warmup").mkdir(exist_ok=True)
-    wanted = {Path("warmup") / name: raw for name, raw in content.warmup.items()}
-    wanted |= {Path(name): _bytes(content.files.get(name, b"")) for name in _SHARED}
+    _write_warmups(content, model)
+    wanted = {Path(name): _bytes(content.files.get(name, b"")) for name in _SHARED}
     wanted[Path(MARKER)] = json.dumps(content.marker, indent=1).encode()
     _write_files(model, wanted)
 
@@ -220,6 +286,7 @@ def _write_files(model: Path, wanted: Mapping[Path, bytes]) -> None:
         if not raw:
             (model / name).unlink()
             continue
+        (model / name).parent.mkdir(exist_ok=True)
         # The temporary name is in the model's folder: Triton takes every file in `warmup` for what it says it is.
         descriptor, temporary = tempfile.mkstemp(prefix=PARTIAL, dir=model)
         os.close(descriptor)

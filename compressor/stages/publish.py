@@ -11,14 +11,15 @@ from compressor import artifact
 from compressor.artifact import Artifact
 from compressor.config import PublishConfig
 from compressor.dataset import read_examples, texts_of
-from compressor.evaluate import MODEL_FILE
+from compressor.evaluate import FP16_FILE, MODEL_FILE
 from compressor.tasks import Task
 from serving import repository
 from serving.cascade import Cascade, choose_threshold
+from serving.contents import files_of
 from serving.errors import ModelError, RepositoryError
 from serving.inprocess import PAD_MULTIPLE
 from serving.model import ServedModel, Text
-from serving.versions import read_manifest
+from serving.versions import WAITING, place, read_manifest
 
 MOST_WARMUPS = 16
 
@@ -44,26 +45,37 @@ def publish(
     """
     warmup = warmup_texts(corpus, task, int8.path / "tokenizer.json", max_tokens)
 
-    def served(folder: Path) -> ServedModel:
+    def served(folder: Path, exported: Path) -> ServedModel:
+        fp16 = exported / FP16_FILE
         return ServedModel(
             name=task.name,
             onnx=folder / MODEL_FILE,
+            runtime=config.runtime,
+            gpu_onnx=fp16 if config.runtime == "onnxruntime" and fp16.is_file() else None,
             tokenizer=folder / "tokenizer.json",
             labels=task.labels,
             pair=task.is_pair,
             max_tokens=max_tokens,
             max_batch_size=config.max_batch_size,
+            cores=config.cores,
             response_cache=config.response_cache,
             warmup_texts=warmup,
         )
 
     parents = {"int8": int8, "onnx": onnx_models, "corpus": corpus}
     with artifact.write(out, "publication", key=key, section=config.model_dump(), parents=parents) as draft:
-        student = served(int8.path)
-        teacher = served(onnx_models.path / "teacher") if config.teacher or config.cascade else None
+        exported = {name: onnx_models.path / name for name in ("student", "teacher")}
+        student = served(int8.path, exported["student"])
+        teacher = served(exported["teacher"], exported["teacher"]) if config.teacher or config.cascade else None
         cascade = choose_cascade(config, task, student, teacher, corpus) if config.cascade and teacher else None
         folders = repository.write(student, root, teacher=teacher, cascade=cascade)
-        versions = {folder.parent.name: {"version": int(folder.name), "digest": _digest(folder)} for folder in folders}
+        versions = {
+            folder.parent.name: {"version": int(folder.name.removeprefix(WAITING)), "digest": _digest(folder)}
+            for folder in folders
+        }
+        waiting = ", ".join(folder.parent.name for folder in folders if folder.name.startswith(WAITING))
+        if waiting:
+            log.info("publish: a server runs on %s; new versions wait for `compressor deploy`: %s", root, waiting)
         draft.metrics.update(repository=str(root), versions=versions, cascade=cascade and asdict(cascade))
     return Artifact.open(out, kind="publication")
 
@@ -77,7 +89,7 @@ def choose_cascade(
     rows = read_examples(corpus.path / "validation.arrow")
     texts = _texts(rows, task)
     labels = [task.labels[int(label)] for label in rows["label"]]
-    answers = [repository.files_of(model).answers(texts) for model in (student, teacher)]
+    answers = [files_of(model).answers(texts) for model in (student, teacher)]
     found = choose_threshold(answers[0], answers[1], labels, config.cascade_accuracy)
     log.info(
         "publish cascade: the teacher answers %.1f %% of %d validation rows (threshold %.3f); accuracy %.2f, student "
@@ -119,7 +131,7 @@ def is_published(publication: Artifact, root: Path) -> bool:
         repository.read(root)
     except RepositoryError:
         return False
-    return all(_digest(root / name / str(facts["version"])) == facts["digest"] for name, facts in versions.items())
+    return all(_digest(place(root / name, facts["version"])) == facts["digest"] for name, facts in versions.items())
 
 
 def _digest(version: Path) -> str | None:

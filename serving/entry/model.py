@@ -1,6 +1,7 @@
 """Texts or pairs in, labels and probabilities or numbers out: Triton's Python backend runs this file in the server.
 
-It stands beside `tokenizer.json` in a version folder, and opens the ONNX file that the model's parameter `onnx` names.
+It stands beside `tokenizer.json` in a version folder. It opens the ONNX file that the model's parameter `onnx` names,
+or, with the parameter `student`, asks the model of that name in the same server, which serves the file.
 The model's configuration says which inputs it takes (TEXT, or TEXT and TEXT_PAIR) and its labels (none: a regression).
 All waiting requests are tokenised together; rows that are padded to the same width run together.
 
@@ -11,11 +12,11 @@ import json
 import os
 import re
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import onnxruntime
 import triton_python_backend_utils as pb_utils
 from numpy.typing import NDArray
 from tokenizers import Encoding, Tokenizer
@@ -53,6 +54,14 @@ class BadTextError(Exception):
     """A request that cannot be answered; the message goes to its sender, the other requests go on."""
 
 
+class GraphError(Exception):
+    """The graph gave no answer, which is no fault of a request; the same one may succeed later."""
+
+
+Graph = Callable[[dict[str, NDArray[Any]]], NDArray[Any]]
+"""Runs one padded batch: the graph's inputs by name, int64 [R, T], to its logits, float32 [R, C]."""
+
+
 class TritonPythonModel:
     """One instance of the model; Triton calls `initialize` once and `execute` with whatever waits in the queue."""
 
@@ -75,8 +84,12 @@ class TritonPythonModel:
         self.tokenizer.no_padding()
         self.tokenizer.enable_truncation(self.max_tokens)
         self.pad_id = int(parameters["pad_id"])
-        self.session = open_session(version / parameters["onnx"].format(version=args["model_version"]), threads)
-        self.inputs = [tensor.name for tensor in self.session.get_inputs()]
+        self.inputs: list[str] = json.loads(parameters["inputs"])
+        self.graph: Graph
+        if "student" in parameters:
+            self.graph = ask_student(parameters["student"], int(args["model_version"]))
+        else:
+            self.graph = open_graph(version / parameters["onnx"].format(version=args["model_version"]), threads)
         self.counters = Counters(args["model_name"], args["model_version"])
 
     def finalize(self) -> None:
@@ -106,7 +119,14 @@ class TritonPythonModel:
                     "send at least one word"
                 )
         kept = [row for row, owner in enumerate(owners) if owner not in errors]
-        answers_RC = self.run([encodings[row] for row in kept])
+        try:
+            answers_RC = self.run([encodings[row] for row in kept])
+        except GraphError as error:
+            failure = pb_utils.TritonError(str(error), pb_utils.TritonError.UNAVAILABLE)
+            return [
+                refusal(errors[index]) if index in errors else pb_utils.InferenceResponse(error=failure)
+                for index in range(len(requests))
+            ]
         is_cut_R = np.array([bool(encodings[row].overflowing) for row in kept], dtype=bool)
         rows_of: dict[int, list[int]] = {}
         for position, row in enumerate(kept):
@@ -151,7 +171,7 @@ class TritonPythonModel:
             step = max(1, min(self.max_batch_size, self.max_batch_tokens // width))
             for start in range(0, len(rows), step):
                 some = rows[start : start + step]
-                found = self.session.run(["logits"], self.feed([encodings[row] for row in some], width))[0]
+                found = self.graph(self.feed([encodings[row] for row in some], width))
                 if logits_RC is None:
                     logits_RC = np.empty((len(encodings), found.shape[1]), np.float32)
                 logits_RC[some] = found
@@ -222,15 +242,38 @@ class Counters:
         self._flushed = time.monotonic()
 
 
-def open_session(onnx: Path, threads: int) -> onnxruntime.InferenceSession:
+def ask_student(name: str, version: int) -> Graph:
+    """Return what asks the model `name` of this server, and of it the version that was published with this model."""
+
+    def ask(feed: dict[str, NDArray[Any]]) -> NDArray[Any]:
+        response = pb_utils.InferenceRequest(
+            model_name=name,
+            model_version=version,
+            requested_output_names=["logits"],
+            inputs=[pb_utils.Tensor(tensor, value) for tensor, value in feed.items()],
+            # A student on a GPU would leave its logits there.
+            preferred_memory=pb_utils.PreferredMemory(pb_utils.TRITONSERVER_MEMORY_CPU, 0),
+        ).exec()
+        if response.has_error():
+            raise GraphError(f"{name} gave no answer: {response.error().message()}")
+        logits_RC: NDArray[Any] = np.array(pb_utils.get_output_tensor_by_name(response, "logits").as_numpy())
+        return logits_RC
+
+    return ask
+
+
+def open_graph(onnx: Path, threads: int) -> Graph:
     """Open a graph on the processor with `threads` threads."""
+    import onnxruntime  # here: where another model has the graph, its backend's own library is enough
+
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = threads
     options.inter_op_num_threads = 1
     # For these models the fused operator is slower than its parts: without it one text is about 20 % faster.
-    return onnxruntime.InferenceSession(
+    session = onnxruntime.InferenceSession(
         str(onnx), options, providers=["CPUExecutionProvider"], disabled_optimizers=["SkipLayerNormFusion"]
     )
+    return lambda feed: session.run(["logits"], feed)[0]
 
 
 def read_texts(texts_R1: NDArray[Any], name: str) -> list[str]:

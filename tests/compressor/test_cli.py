@@ -12,6 +12,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from urllib.request import Request, urlopen
 
 import pytest
 from typer.testing import CliRunner
@@ -241,7 +242,7 @@ def test_every_stage_runs_by_itself_on_the_artifacts_of_a_build(
     models = {"corpus": "1-corpus", "teacher": "2-finetune"}
     stage("distill", "4-distill-intermediate", examples="3-augment", **models)
     stage("export", "6-export", student="5-distill-prediction", **models)
-    stage("quantize", "7-quantize", onnx="6-export", **models)
+    stage("quantize", "7-quantize", onnx="6-export", student="5-distill-prediction", **models)
     stage("publish", "8-publish", onnx="6-export", int8="7-quantize", corpus="1-corpus")
 
 
@@ -406,6 +407,22 @@ def test_a_served_model_is_evaluated(server: Server, line: Line) -> None:
     assert found["rows"] == 48
     # Dynamic INT8 depends a little on what shares a batch.
     assert abs(found["score"] - expected["score"]) <= 1 / 48 + 1e-9
+
+
+@pytest.mark.triton
+def test_the_page_asks_the_server_for_both(server: Server, line: Line) -> None:
+    page = f"http://127.0.0.1:{free_port()}/"
+    program = tiny.command("ui", "--url", server.grpc, "--run", line.run, "--port", page[:-1].rpartition(":")[2])
+    with subprocess.Popen(program, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdout.readline().decode() == f"page {page}; stop with Ctrl-C\n"
+        text = Request(f"{page}classify", b'{"texts": ["a superb film"]}', {"Content-Type": "application/json"})
+        with urlopen(text, timeout=20) as first, urlopen(f"{page}disagreements", timeout=60) as second:
+            found, apart = json.load(first), json.load(second)
+        process.send_signal(signal.SIGINT)
+        assert (process.communicate(timeout=20)[1], process.returncode) == (b"stopping\n", 0)
+    assert [found[name]["label"] for name in ("teacher", "student")] == ["positive"] * 2
+    pairs = json.loads((line.run / "7-quantize" / "manifest.json").read_text())["metrics"]["validation_pairs"]
+    assert abs(1 - apart["count"] / apart["rows"] - pairs["teacher"]["agreement"]) <= 1 / apart["rows"] + 1e-9
 
 
 @pytest.mark.triton

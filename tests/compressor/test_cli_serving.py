@@ -5,9 +5,11 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import onnx
 import pytest
 from typer.testing import CliRunner
 
+from compressor import cli_serving, machine
 from compressor.cli import app, main
 from serving import TritonServer, free_port, repository
 from tests.serving.conftest import tiny_model
@@ -60,9 +62,21 @@ def test_status_deploy_and_rollback(server: TritonServer, tmp_path: Path) -> Non
     assert json.loads(back.stdout) == {"model": "sst2", "before": 2, "after": 1, "smoked": 2}
 
 
+@pytest.mark.triton
+def test_a_page_without_a_teacher_is_refused(
+    server: TritonServer, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(monkeypatch, "ui", "--url", server.grpc_url) == 1
+    said = capsys.readouterr().err
+    assert "error: teacher and student of sst2 are not both served (" in said
+    assert "'sst2_teacher' is not found); publish with publish.teacher on" in said
+
+
 def test_no_server_is_one_sentence(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(monkeypatch, "status", "--url", "127.0.0.1:1") == 1
     assert "error: no server of yours that `compressor serve` started listens at 127.0.0.1:1" in capsys.readouterr().err
+    assert run(monkeypatch, "ui", "--url", "127.0.0.1:1") == 1
+    assert "error: no server answers at 127.0.0.1:1 (" in capsys.readouterr().err
 
 
 def run(monkeypatch: pytest.MonkeyPatch, *arguments: object) -> int:
@@ -78,3 +92,38 @@ def published(folder: Path, *, root: Path | None = None, labels: tuple[str, str]
     target = root or folder / "repository"
     repository.write(tiny_model(folder / "model", labels=labels), target)
     return target
+
+
+def test_files_for_the_official_container_are_written_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "deploy"
+    assert run(monkeypatch, "deploy-files", folder) == 0
+    assert f"{folder}/README.md says how to use them" in capsys.readouterr().out
+    assert (folder / "start.sh").stat().st_mode & 0o111
+    assert run(monkeypatch, "deploy-files", folder) == 1
+    assert "is there and not an empty folder; name another" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("here", "said"),
+    [
+        ("avx512_vnni", []),
+        ("amx", ["times are not those of the target; `--set quantize.target_cpu=amx`"]),
+        ("avx2", ["products may saturate here"]),
+    ],
+)
+def test_graphs_made_for_another_processor_are_told(
+    here: str, said: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = onnx.helper.make_model(onnx.helper.make_graph([], "empty", [], []))
+    (tmp_path / "sst2_teacher" / "1").mkdir(parents=True)
+    onnx.save(model, tmp_path / "sst2_teacher" / "1" / "model.onnx")  # fp32: made for none
+    model.metadata_props.add(key="compressor.target_cpu", value="avx512_vnni")
+    for name in ("sst2", "sst2_student"):
+        (tmp_path / name / "1").mkdir(parents=True)
+        onnx.save(model, tmp_path / name / "1" / "model.onnx")
+    monkeypatch.setattr(machine, "int8_cpu", lambda: here)
+    found = cli_serving.foreign_graphs(tmp_path)
+    assert len(found) == len(said)
+    assert all(words in warning for words, warning in zip(said, found, strict=True))

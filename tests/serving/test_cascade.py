@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from serving import Client, ModelError, RequestError, TritonServer, read, write
 from serving.cascade import Cascade, choose_threshold
-from serving.repository import files_of
+from serving.contents import files_of
 from serving.verify import verify
 
 

@@ -64,6 +64,12 @@ def test_cores_are_shared_among_instances(
     assert make_model(instances=instances, intra_op_threads=threads).shares() == expected
 
 
+def test_the_cores_of_another_machine_can_be_given(make_model: Callable[..., ServedModel]) -> None:
+    assert make_model(cores=32, instances=None, intra_op_threads=None).shares() == (8, 4)
+    with pytest.raises(ModelError, match="cores is 0; it must be at least 1"):
+        make_model(cores=0)
+
+
 def test_smallest_quota_on_the_way_up_counts(tmp_path: Path) -> None:
     own = tmp_path / "cgroup"
     own.write_text("0::/outer/inner\n")

@@ -1,7 +1,10 @@
 """Versions change under load without a failed request; what is not fit never answers a client."""
 
 import json
+import os
 import re
+import signal
+import subprocess
 import threading
 import time
 import urllib.error
@@ -14,9 +17,10 @@ from typing import Any
 
 import pytest
 
-from serving import Client, RepositoryError, RequestError, SmokeError, StartError, TritonServer, versions, write
+from serving import Client, RepositoryError, RequestError, SmokeError, StartError, TritonServer, read, versions, write
 from serving.control import Control, find_control
 from serving.operations import deploy, rollback, status
+from serving.verify import verify
 
 pytestmark = pytest.mark.triton
 Served = tuple[TritonServer, Any, Path]
@@ -35,7 +39,8 @@ def served(kit: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serve
 def publish(kit: Any, folder: Path, strength: float, **fields: Any) -> int:
     """Publish a model whose scores tell its strength; return its version."""
     onnx = kit.write_graph(folder / f"{strength}.onnx", weights=kit.WEIGHTS * strength)
-    return int(write(kit.tiny_model(folder / "model", onnx=onnx, **fields), folder / "repository")[0].name)
+    written = write(kit.tiny_model(folder / "model", onnx=onnx, **fields), folder / "repository")[0]
+    return int(written.name.removeprefix(versions.WAITING))
 
 
 @contextmanager
@@ -95,12 +100,33 @@ def test_deploy_and_rollback_under_load_lose_no_request(served: Served) -> None:
     deploy(control, "sst2")
 
 
+def test_a_restart_does_not_bring_what_was_never_deployed(served: Served) -> None:
+    server, kit, folder = served
+    before, root = server.control.live("sst2"), folder / "repository"
+    with Client(server.grpc_url, retries=8) as client:
+        (expected,) = client.classify(["good"])
+        version = publish(kit, folder, 0.4)
+        assert (versions.newest(root / "sst2"), versions.waiting(root / "sst2")) == (before, version)
+        assert read(root) == ("sst2", "sst2_student")
+        assert verify(root) == []
+        # The server itself, not the supervisor above it.
+        found = subprocess.run(["ps", "-o", "pid=", "--ppid", str(server.pid)], capture_output=True, check=True)
+        os.kill(int(found.stdout.split()[0]), signal.SIGKILL)
+        assert client.classify(["good"]) == [expected]
+        assert server.control.live("sst2") == before
+        change = deploy(server.control, "sst2")
+        assert (change.before, change.after, change.smoked) == (before, version, 2)
+        assert client.classify(["good"]) != [expected]
+    assert versions.waiting(root / "sst2") == versions.waiting(root / "sst2_student") == 0
+    assert rollback(server.control, "sst2").after == before
+
+
 def test_a_version_that_answers_otherwise_is_not_deployed(served: Served) -> None:
     server, kit, folder = served
     before = server.control.live("sst2")
     version = publish(kit, folder, 0.25)
     model = folder / "repository" / "sst2"
-    file = model / str(version) / "expected.json"
+    file = versions.place(model, version) / "expected.json"
     rows = json.loads(file.read_text())
     rows[1]["answer"] = dict(zip(rows[1]["answer"], (0.9, 0.1), strict=True))
     forge(model, version, "expected.json", json.dumps(rows).encode())
@@ -113,11 +139,11 @@ def test_a_version_that_answers_otherwise_is_not_deployed(served: Served) -> Non
 
 def forge(model: Path, version: int, name: str, raw: bytes) -> None:
     """Replace a file of a published version, manifest included: as a builder with a defect would have written it."""
-    place = model / str(version)
+    place = versions.place(model, version)
     (place / name).write_bytes(raw)
     manifest = json.loads((place / "manifest.json").read_text())
     manifest["files"][name] = len(raw)
-    student = versions.read_manifest(model.parent / "sst2_student" / str(version))
+    student = versions.read_manifest(versions.place(model.parent / "sst2_student", version))
     assert student is not None
     paths = {file: place / file for file in manifest["files"]} | {
         file: model / "warmup" / file for file in manifest["warmup"]
@@ -131,7 +157,7 @@ def test_a_damaged_version_is_refused_before_it_is_loaded(served: Served) -> Non
     server, kit, folder = served
     before = server.control.live("sst2")
     version = publish(kit, folder, 0.75)
-    with (folder / "repository" / "sst2" / str(version) / "tokenizer.json").open("ab") as file:
+    with (versions.place(folder / "repository" / "sst2", version) / "tokenizer.json").open("ab") as file:
         file.write(b" ")
     with pytest.raises(RepositoryError, match=rf"version {version} of sst2 has faults: .*bytes instead of"):
         deploy(server.control, "sst2")

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from serving import ModelError, RepositoryError, ServedModel, read, rollback, triton, versions, write
+from serving.control import is_served
 
 
 @pytest.fixture
@@ -70,7 +71,8 @@ def test_regression_on_pairs_has_no_labels_file_and_warms_up_with_pairs(kit: Any
     types = (
         root / "stsb_student" / "warmup" / student.model_warmup[0].inputs["token_type_ids"].input_data_file
     ).read_bytes()
-    assert types == bytes(8 * 3) + (b"\x01" + bytes(7)) * 3
+    # Padded to 8 tokens.
+    assert types == bytes(8 * 3) + (b"\x01" + bytes(7)) * 3 + bytes(8 * 2)
 
 
 def test_labels_file_goes_and_comes_back_with_the_version(
@@ -373,3 +375,32 @@ def test_rollback_that_the_disk_refuses_is_reported(
     monkeypatch.setattr(Path, "rename", refuse)
     with pytest.raises(RepositoryError, match=r"cannot roll .* back: No space left on device; free space"):
         rollback(root, "sst2")
+
+
+def test_a_version_waits_while_a_server_runs(
+    kit: Any, root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def publish(strength: float) -> list[str]:
+        graph = kit.write_graph(tmp_path / f"{strength}.onnx", weights=kit.WEIGHTS * strength)
+        return [folder.name for folder in write(kit.tiny_model(tmp_path / "model", onnx=graph), root)]
+
+    assert not is_served(root)
+    monkeypatch.setattr("serving.repository.is_served", lambda _: True)
+    # A model that is new takes nothing from anybody.
+    assert publish(1) == ["1", "1"]
+    before = tree(root)
+    assert publish(2) == ["waiting-2", "waiting-2"]
+    assert {name: raw for name, raw in tree(root).items() if "waiting-" not in name} == before
+    assert publish(2) == ["waiting-2", "waiting-2"]
+    assert publish(3) == ["waiting-3", "waiting-3"]
+    assert not (root / "sst2" / "waiting-2").exists()
+    # What is live is wanted again: nothing waits any more.
+    assert publish(1) == ["1", "1"]
+    assert tree(root) == before
+    assert publish(4) == ["waiting-2", "waiting-2"]
+    monkeypatch.setattr("serving.repository.is_served", lambda _: False)
+    assert publish(4) == ["2", "2"]
+    assert versions.waiting(root / "sst2") == 0
+    assert read(root) == ("sst2", "sst2_student")
+    assert rollback(root, "sst2") == 1
+    assert publish(5) == ["3", "3"]

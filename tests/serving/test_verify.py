@@ -10,10 +10,12 @@ from typing import Any
 import numpy as np
 import onnx
 import pytest
-from onnx import TensorProto
+from onnx import TensorProto, helper, numpy_helper
 from tritonclient.grpc import model_config_pb2 as pb
 
-from serving import Client, RepositoryError, ServedModel, TritonServer, triton, write
+from serving import Client, RepositoryError, ServedModel, TritonServer, read, triton, write
+from serving.cascade import Cascade
+from serving.graphs import RELEASES
 from serving.online import verify_served
 from serving.verify import CONFIG, verify
 
@@ -85,7 +87,7 @@ EDITS: list[tuple[Callable[[pb.ModelConfig], Any], str]] = [
     (lambda c: c.ClearField("instance_group"), "there is no instance_group"),
     (lambda c: setattr(c.instance_group[0], "kind", pb.ModelInstanceGroup.KIND_GPU), "the server will find 0"),
     (lambda c: c.version_policy.specific.versions.append(7), "bag 7 is a version that the policy names"),
-    (lambda c: setattr(c, "default_model_filename", "m.onnx"), "1/m.onnx is missing"),
+    (lambda c: setattr(c, "default_model_filename", "m.onnx"), "bag 1 m.onnx is missing"),
     (lambda c: setattr(c.output[0], "label_filename", "l.txt"), "names the labels l.txt, which cannot be read"),
 ]
 
@@ -129,8 +131,89 @@ def test_versions_that_the_release_does_not_read_are_found(plain: Path) -> None:
         "bag 1 model.onnx has opset 22; Triton 24.10 has ONNX Runtime 1.19.2, which reads 21 at most",
     ]
     assert faults(plain, release="26.01") == []
-    with pytest.raises(RepositoryError, match=r"Triton release '9' is not known here; known: 24.10"):
+    with pytest.raises(RepositoryError, match=r"Triton release '9' is not known here; known: 24.06, 24.10"):
         verify(plain, release="9")
+
+
+@pytest.fixture
+def asking(kit: Any, tmp_path: Path) -> Path:
+    """A repository of ours for the onnxruntime backend, with a teacher, a cascade and graphs for GPUs."""
+    gpu = kit.write_graph(tmp_path / "gpu.onnx")
+    student, teacher = (
+        kit.tiny_model(tmp_path / name, runtime="onnxruntime", gpu_onnx=gpu) for name in ("student", "teacher")
+    )
+    cascade = Cascade(threshold=0.5, accuracy=1, student_accuracy=1, teacher_accuracy=1, escalated=0, rows=1)
+    write(student, tmp_path / "asking", teacher=teacher, cascade=cascade)
+    return tmp_path / "asking"
+
+
+def test_a_repository_for_the_backend_is_sound(asking: Path) -> None:
+    assert read(asking) == ("sst2", "sst2_cascade", "sst2_student", "sst2_teacher", "sst2_teacher_graph")
+    for release in RELEASES:
+        assert verify(asking, release=release, gpus=0) == []
+    for graph in ("sst2_student", "sst2_teacher_graph"):
+        assert sorted(path.name for path in (asking / graph / "configs").iterdir()) == ["gpu.pbtxt", "tensorrt.pbtxt"]
+        assert not (asking / graph / "1" / "model.py").exists()
+    lines = faults(asking)
+    assert [line.split()[0] for line in lines if "which the embedded server lacks" in line] == ["sst2_student"] * 3 + [
+        "sst2_teacher_graph"
+    ] * 3
+
+
+def edit_gpu(folder: Path, edit: Callable[[pb.ModelConfig], Any]) -> None:
+    """Edit the configuration for TensorRT."""
+    file = folder / "configs" / "tensorrt.pbtxt"
+    config = triton.from_text(file.read_text())
+    edit(config)
+    file.write_text(triton.to_text(config))
+
+
+def accelerator(config: pb.ModelConfig) -> Any:
+    return config.optimization.execution_accelerators.gpu_execution_accelerator[0]
+
+
+GPU_EDITS: list[tuple[Callable[[pb.ModelConfig], Any], str]] = [
+    (lambda c: setattr(accelerator(c), "name", "tensor_rt"), "is 'tensor_rt'; known: tensorrt, cuda"),
+    (
+        lambda c: accelerator(c).parameters.update(trt_profile_max_shapes="input_ids:4x12"),
+        "trt_profile_max_shapes is 'input_ids:4x12'; it must give each input a shape",
+    ),
+    (lambda c: setattr(c.instance_group[0], "kind", pb.ModelInstanceGroup.KIND_CPU), "no instance_group is KIND_GPU"),
+    (lambda c: setattr(c, "default_model_filename", "m.onnx"), "version 1: m.onnx is missing"),
+    (lambda c: set_dims(c.input[0], 128), r"version 1: input_ids has dims \[128\]"),
+    (lambda c: c.parameters["intra_op_thread_count"].ClearField("string_value"), "intra_op_thread_count is ''"),
+]
+
+
+@pytest.mark.parametrize(("edit", "message"), GPU_EDITS, ids=[message[:30] for _, message in GPU_EDITS])
+def test_each_refusal_of_a_gpu_config_is_found(
+    asking: Path, edit: Callable[[pb.ModelConfig], Any], message: str
+) -> None:
+    edit_gpu(asking / "sst2_student", edit)
+    assert re.search(f"sst2_student configs/tensorrt.pbtxt .*{message}", "\n".join(faults(asking, release="24.10")))
+
+
+def test_what_a_model_asks_must_take_it(asking: Path) -> None:
+    change(asking / "sst2_student", lambda config: setattr(config, "max_batch_size", 2))
+    change(asking / "sst2_teacher_graph", lambda config: config.input.pop())
+    found = "\n".join(faults(asking, release="24.10"))
+    assert "sst2 config.pbtxt the model takes 4 rows and asks sst2_student, which takes 2" in found
+    assert re.search(r"sst2_teacher config.pbtxt the model sends \['.*\] to sst2_teacher_graph, which takes", found)
+    shutil.rmtree(asking / "sst2_student")
+    assert re.search("the model asks sst2_student, which the repository lacks", "\n".join(faults(asking)))
+
+
+def test_a_graph_that_is_too_short_for_its_texts_is_found(kit: Any, plain: Path, tmp_path: Path) -> None:
+    graph = onnx.load(str(kit.write_graph(tmp_path / "m.onnx")))
+    # Nine positions for twelve tokens.
+    positions = numpy_helper.from_array(np.zeros((1, 9), np.int64), "positions")
+    graph.graph.initializer.append(positions)
+    graph.graph.node.insert(0, helper.make_node("Add", ["input_ids", "positions"], ["placed"]))
+    graph.graph.node[1].input[1] = "placed"
+    onnx.save(graph, str(tmp_path / "short.onnx"))
+    model = kit.tiny_model(tmp_path / "short", onnx=tmp_path / "short.onnx", warmup_texts=())
+    write(model, tmp_path / "repository")
+    assert "sst2 1 model.onnx does not take a row of max_tokens, 12" in "\n".join(faults(tmp_path / "repository"))
 
 
 def test_the_embedded_server_lacks_a_backend(plain: Path) -> None:

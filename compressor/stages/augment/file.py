@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from compressor import tables
 from compressor.config import AugmentConfig
-from compressor.errors import ConfigError, DataError, nearest
+from compressor.errors import ConfigError, DataError
 from compressor.progress import Progress
 from compressor.stages.augment.engine import augmented
 from compressor.stages.augment.quality import Teacher
@@ -106,18 +106,8 @@ def _checked(source: Path, columns: Columns, labels: tuple[str, ...]) -> int:
     count, known = 0, {label.casefold() for label in labels}
     for where, fields in tables.records(source):
         count += 1
-        wanted = (*columns.texts, *((columns.label,) if columns.label else ()))
-        for name in wanted:
-            if name not in fields:
-                raise DataError(f"{where}: no column {name!r}; {nearest(name, fields)}")
-        if ORIGIN in fields:
-            raise DataError(
-                f"{where}: there is a column {ORIGIN!r} already, the name of the one to be added; rename it"
-            )
-        for name in columns.texts:
-            if not isinstance(fields[name], str | None):
-                kind = type(fields[name]).__name__
-                raise DataError(f"{where}: column {name!r} holds {kind} {fields[name]!r}; it must be text")
+        others = (columns.label,) if columns.label else ()
+        tables.check_columns(where, fields, texts=columns.texts, others=others, added=(ORIGIN,))
         if labels and _label(fields, columns) not in known:
             raise DataError(
                 f"{where}: label {fields[str(columns.label)]!r} is none of the teacher's: {', '.join(labels)}; give a "

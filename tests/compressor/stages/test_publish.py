@@ -12,10 +12,15 @@ import pytest
 from compressor.artifact import Artifact
 from compressor.config import PublishConfig
 from compressor.dataset import Example, write_examples
+from compressor.evaluate import FP16_FILE
 from compressor.stages import publish as stage
+from compressor.stages.export import write_fp16
 from compressor.stages.publish import is_published, publish, warmup_texts
 from compressor.tasks import TASKS
+from compressor.triton_releases import IR_VERSION, OPSET, RUNTIMES
 from serving import RepositoryError, read, repository, triton
+from serving.graphs import RELEASES
+from serving.verify import verify
 from tests import tiny
 from tests.conftest import Line
 from tests.serving.conftest import write_graph, write_tokenizer
@@ -175,6 +180,38 @@ def test_a_foreign_repository_is_refused_and_left_as_it_is(line: Line, tmp_path:
     assert not (tmp_path / "out").exists()
 
 
+def test_the_runtime_of_the_official_containers(tmp_path: Path) -> None:
+    task = TASKS["sst2"]
+    with tiny.sealed(tmp_path / "corpus", "examples") as draft:
+        rows = [Example(texts=(text,), label=1, origin=number) for number, text in enumerate(("good", "a bad film"))]
+        write_examples(draft.path / "validation.arrow", rows, task)
+    for kind, folders in (("int8", ("",)), ("onnx", ("student", "teacher"))):
+        with tiny.sealed(tmp_path / kind, kind) as draft:
+            for folder in folders:
+                place = draft.path / folder
+                write_tokenizer(place / "tokenizer.json")
+                write_fp16(write_graph(place / "model.onnx", segments=np.ones((2, 2), np.float32)), place / FP16_FILE)
+    made = publish(
+        PublishConfig(runtime="onnxruntime"),
+        task,
+        int8=Artifact.open(tmp_path / "int8", kind="int8"),
+        onnx_models=Artifact.open(tmp_path / "onnx", kind="onnx"),
+        corpus=Artifact.open(tmp_path / "corpus", kind="examples"),
+        max_tokens=tiny.MAX_TOKENS,
+        key="published",
+        out=tmp_path / "out",
+        root=tmp_path / "root",
+    )
+    assert is_published(made, tmp_path / "root")
+    assert sorted(made.metrics["versions"]) == ["sst2", "sst2_student", "sst2_teacher", "sst2_teacher_graph"]
+    for graph, fp16 in (("sst2_student", "student"), ("sst2_teacher_graph", "teacher")):
+        served = (tmp_path / "root" / graph / "1" / FP16_FILE).read_bytes()
+        assert served == (tmp_path / "onnx" / fp16 / FP16_FILE).read_bytes()
+    assert verify(tmp_path / "root", release="24.10") == []
+    with pytest.raises(RepositoryError, match="was published for the runtime onnxruntime and is now to be embedded"):
+        repository.refuse_foreign(tmp_path / "root", "sst2")
+
+
 def test_a_published_repository_is_known_as_such(line: Line, tmp_path: Path) -> None:
     made = run(line, tmp_path / "out", tmp_path / "root")
     assert is_published(made, tmp_path / "root")
@@ -201,3 +238,9 @@ def test_a_withdrawn_version_is_no_longer_published(line: Line, tmp_path: Path) 
     made = run(line, tmp_path / "again", tmp_path / "root", max_batch_size=4)
     repository.rollback(tmp_path / "root", "sst2")
     assert not is_published(made, tmp_path / "root")
+
+
+def test_what_is_exported_for_a_release_is_checked_for_the_same_one() -> None:
+    assert {name: release.onnxruntime for name, release in RELEASES.items()} == RUNTIMES
+    for release in RELEASES.values():
+        assert (release.ir_version, release.opset) >= (IR_VERSION, OPSET)

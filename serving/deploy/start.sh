@@ -1,0 +1,58 @@
+#!/bin/sh
+# Starts Triton on the models of the image; what is given goes on to it: start.sh --model-config-name=gpu
+set -eu
+
+# Models change by a new image only. Nobody has this key, so nobody can reach what could change them in a running one.
+key="$(od -An -N24 -tx1 /dev/urandom | tr -d ' \n')"
+closed="model-repository,shared-memory,trace,logging:admin-key=${key}"
+
+# A model with a response cache does not load without this.
+models="${MODELS:-/models}"
+if grep -qs '^response_cache' "$models"/*/config.pbtxt; then
+    set -- --cache-config=local,size=67108864 "$@"
+fi
+
+# All addresses of the container; who may reach them is decided outside.
+address="${ADDRESS:-0.0.0.0}"
+
+# Says whether a child of the server has died and was left lying.
+lost_a_child() {
+    for file in /proc/[0-9]*/status; do
+        state='' parent=''
+        while read -r word value _; do
+            case "$word" in
+                State:) state="$value" ;;
+                PPid:) parent="$value" ;;
+                *) ;;
+            esac
+        done 2>/dev/null <"$file" || continue
+        [ "$state $parent" = "Z $$" ] && return 0
+    done
+    return 1
+}
+
+# Triton starts the process of a Python model once, and says that it is ready when that process is dead (seen with
+# 24.10). Then the server has to end, for who runs the container to start it again.
+(
+    while sleep 2 && kill -0 $$ 2>/dev/null; do # no longer than the server lives
+        if lost_a_child && sleep 1 && lost_a_child; then
+            echo "the process of a model has died; the server ends" >&2
+            kill -TERM $$
+        fi
+    done
+) &
+
+# The number of the process stays.
+exec tritonserver \
+    --model-repository="$models" \
+    --model-control-mode=none \
+    --exit-on-error=true \
+    --strict-readiness=true \
+    --disable-auto-complete-config \
+    --exit-timeout-secs=30 \
+    --http-address="$address" \
+    --grpc-address="$address" \
+    --metrics-address="$address" \
+    --http-restricted-api="$closed" \
+    --grpc-restricted-protocol="$closed" \
+    "$@"

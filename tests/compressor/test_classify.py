@@ -1,0 +1,161 @@
+"""Tables go to a server and come back with its answers, in order."""
+
+import random
+import time
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from typer.testing import CliRunner
+
+from compressor import tables
+from compressor.classify import ROWS_AT_ONCE, Columns, answered, classify_file, classify_table
+from compressor.cli import app
+from compressor.errors import ConfigError, DataError
+from serving import FakeClient, RequestError, TritonServer, UnavailableError, free_port, write
+from serving.client import Text
+from tests.serving.conftest import score_model, tiny_model
+
+
+def sentiment(text: Text) -> str:
+    """What the fake knows: it refuses what has no word."""
+    if not str(text).strip():
+        raise RequestError("TEXT is empty")
+    return "positive" if "good" in text else "negative"
+
+
+def fake() -> FakeClient:
+    return FakeClient(sentiment)
+
+
+def late() -> FakeClient:
+    """A client whose requests come back in any order."""
+    draw = random.Random(1)
+
+    def answer(text: Text) -> str:
+        time.sleep(draw.random() / 2000)
+        return sentiment(text)
+
+    return FakeClient(answer)
+
+
+@pytest.mark.parametrize("suffix", tables.SUFFIXES)
+@pytest.mark.parametrize("to", [".csv", ".parquet"])
+def test_every_row_comes_back_in_order_with_its_columns(tmp_path: Path, suffix: str, to: str) -> None:
+    rows = [{"id": str(n), "review": f"{'good' if n % 3 else 'bad'} {n}"} for n in range(5 * ROWS_AT_ONCE + 7)]
+    source, out = tmp_path / f"in{suffix}", tmp_path / f"out{to}"
+    tables.write(source, rows)
+    facts = classify_file(source, out, Columns(text="review"), late, in_flight=3)
+    assert facts == {"rows": len(rows), "refused": 0}
+    found = [fields for _, fields in tables.records(out)]
+    assert [(row["id"], row["review"]) for row in found] == [(row["id"], row["review"]) for row in rows]
+    assert [row["label"] for row in found] == [sentiment(row["review"]) for row in rows]
+    assert {float(row["score"]) for row in found} == {1.0}
+    assert {row["error"] for row in found} == {""}
+
+
+def test_a_refused_row_says_why_and_its_neighbours_are_answered(tmp_path: Path) -> None:
+    texts: list[Any] = ["good"] * 40
+    texts[3], texts[17], texts[39] = " ", None, "bad"
+    tables.write(tmp_path / "in.jsonl", ({"t": text, "label": 1} for text in texts))
+    columns = Columns(text="t", prefix="model_")
+    assert classify_file(tmp_path / "in.jsonl", tmp_path / "out.parquet", columns, fake) == {"rows": 40, "refused": 2}
+    table = pq.read_table(tmp_path / "out.parquet").to_pydict()
+    assert [n for n, error in enumerate(table["model_error"]) if error] == [3, 17]
+    assert table["model_error"][3] == "TEXT is empty"
+    assert (table["model_label"][3], table["model_score"][3]) == (None, None)
+    assert table["model_label"][39] == "negative"
+    assert table["label"] == [1] * 40
+
+
+def test_few_requests_find_the_bad_texts() -> None:
+    client = fake()
+    found = answered(client, [*["good"] * 20, "", *["bad"] * 11])
+    assert [isinstance(answer, RequestError) for answer in found].index(True) == 20
+    assert sum(isinstance(answer, RequestError) for answer in found) == 1
+    assert len(client.calls) == 11
+
+
+@pytest.mark.parametrize(
+    ("row", "columns", "message"),
+    [
+        ({"t": "a"}, Columns(text="review"), r"in.jsonl, line 1: no column 'review'; known: t"),
+        ({"t": 3}, Columns(text="t"), r"column 't' holds int 3; it must be text"),
+        ({"t": "a", "label": 1}, Columns(text="t"), r"there is a column 'label' already, .*; rename it"),
+    ],
+)
+def test_a_table_that_does_not_fit_is_refused_before_anything_is_asked(
+    tmp_path: Path, row: dict[str, Any], columns: Columns, message: str
+) -> None:
+    tables.write(tmp_path / "in.jsonl", [row])
+    with pytest.raises(DataError, match=message):
+        classify_file(tmp_path / "in.jsonl", tmp_path / "out.csv", columns, fake)
+    assert not (tmp_path / "out.csv").exists()
+
+
+def test_model_and_columns_must_fit(tmp_path: Path) -> None:
+    tables.write(tmp_path / "in.jsonl", [{"a": "x", "b": "y"}])
+    with pytest.raises(ConfigError, match="reads single texts; leave the column 'b' out"):
+        classify_file(tmp_path / "in.jsonl", tmp_path / "out.csv", Columns(text="a", text_b="b"), fake)
+    with pytest.raises(ConfigError, match="the model reads pairs, and 'a' is one column"):
+        classify_table(FakeClient({}, pair=True), pa.table({"a": ["x"]}), Columns(text="a"))
+
+
+def test_a_server_that_goes_ends_the_work_and_leaves_no_file(tmp_path: Path) -> None:
+    tables.write(tmp_path / "in.jsonl", [{"t": f"good {n}"} for n in range(300)])
+
+    def gone(text: Text) -> str:
+        if text == "good 200":
+            raise UnavailableError("no server answers")
+        return "positive"
+
+    with pytest.raises(UnavailableError, match="no server answers"):
+        classify_file(tmp_path / "in.jsonl", tmp_path / "out.csv", Columns(text="t"), lambda: FakeClient(gone))
+    assert [path.name for path in tmp_path.iterdir()] == ["in.jsonl"]
+
+
+def test_tables_in_memory() -> None:
+    data: dict[str, Any] = {"t": ["good", None, "bad"], "n": [1, 2, 3]}
+    table = classify_table(fake(), pa.table(data), Columns(text="t"))
+    assert table.to_pydict() == {
+        **data,
+        "label": ["positive", None, "negative"],
+        "score": [1.0, None, 1.0],
+        "error": ["", "TEXT is empty", ""],
+    }
+    frame = classify_table(fake(), pd.DataFrame(data), Columns(text="t"))
+    assert list(frame["label"].fillna("none")) == ["positive", "none", "negative"]
+    assert list(frame.columns) == ["t", "n", "label", "score", "error"]
+    score = FakeClient({("a", "b"): 2.5}, labels=(), pair=True)
+    pairs = classify_table(score, pa.table({"a": ["a"], "b": ["b"]}), Columns(text="a", text_b="b"))
+    assert pairs.to_pydict() == {"a": ["a"], "b": ["b"], "value": [2.5], "error": [""]}
+    with pytest.raises(DataError, match="the table, row 1: there is a column 'label' already"):
+        classify_table(fake(), table, Columns(text="t"))
+    empty = classify_table(fake(), pa.table({"t": pa.array([], pa.string())}), Columns(text="t"))
+    assert empty.column_names == ["t", "label", "score", "error"]
+
+
+@pytest.mark.triton
+@pytest.mark.parametrize("protocol", ["grpc", "http"])
+def test_a_real_server_answers_a_file(tmp_path: Path, protocol: str) -> None:
+    write(tiny_model(tmp_path / "model"), tmp_path / "repository")
+    write(score_model(tmp_path / "score"), tmp_path / "repository")
+    ports = {name: free_port() for name in ("http_port", "grpc_port", "metrics_port")}
+    rows = [{"a": "good film", "b": "bad"}, {"a": "", "b": "good"}, {"a": "bad bad", "b": "good"}] * 30
+    tables.write(tmp_path / "in.parquet", rows)
+    with TritonServer(tmp_path / "repository", **ports) as server:
+        url = server.grpc_url if protocol == "grpc" else server.http_url
+        run = ["classify-file", str(tmp_path / "in.parquet"), str(tmp_path / "out.csv"), "--url", url]
+        run += ["--protocol", protocol, "--text"]
+        shown = CliRunner().invoke(app, [*run, "a"])
+        assert (shown.exit_code, shown.stdout) == (0, f"{tmp_path / 'out.csv'}: 90 rows, 30 of them refused\n")
+        found = [fields for _, fields in tables.records(tmp_path / "out.csv")]
+        assert [row["label"] for row in found] == ["positive", "", "negative"] * 30
+        assert "TEXT is empty" in found[1]["error"]
+        shown = CliRunner().invoke(app, [*run, "a", "--text-b", "b", "--model", "stsb", "--overwrite", "--json"])
+        assert '"rows": 90, "refused": 30' in shown.stdout
+        found = [fields for _, fields in tables.records(tmp_path / "out.csv")]
+        assert float(found[0]["value"]) == 2.0

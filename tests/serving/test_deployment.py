@@ -1,0 +1,145 @@
+"""The files for the official container: valid by their own tools, and a start that closes what must be closed."""
+
+import os
+import signal
+import subprocess
+import sys
+import tomllib
+from collections.abc import Iterator
+from importlib.metadata import distribution
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+import yaml
+from tritonclient.grpc import InferenceServerClient
+from tritonclient.utils import InferenceServerException
+
+from serving import Client, RepositoryError, free_port, write
+from serving.deployment import write_deployment
+from serving.graphs import RELEASES
+from serving.triton import ENGINE_CACHE
+from serving.wheel import environment, find_wheel, prepare_backends, prepare_binary
+
+BIN = Path(sys.executable).parent
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("deployment") / "deploy"
+    write_deployment(folder)
+    return folder
+
+
+def test_a_folder_that_holds_something_is_left_as_it_is(tmp_path: Path) -> None:
+    (tmp_path / "mine.txt").write_text("mine")
+    with pytest.raises(RepositoryError, match="is there and not an empty folder"):
+        write_deployment(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["mine.txt"]
+
+
+def test_the_linter_of_dockerfiles_finds_nothing(files: Path) -> None:
+    found = subprocess.run([BIN / "hadolint", files / "Dockerfile"], capture_output=True, text=True, check=False)
+    assert (found.returncode, found.stdout) == (0, "")
+
+
+@pytest.mark.parametrize("name", ["deployment", "service", "disruption", "autoscaler"])
+def test_manifests_are_what_kubernetes_takes(files: Path, name: str) -> None:
+    import kubernetes_validate
+
+    manifest = yaml.safe_load((files / "kubernetes" / f"{name}.yaml").read_text())
+    kubernetes_validate.validate(manifest, "1.33", strict=True)
+    manifest["spec"]["mispelt"] = 1
+    with pytest.raises(kubernetes_validate.ValidationError):
+        kubernetes_validate.validate(manifest, "1.33", strict=True)
+
+
+def test_the_gpu_patch_is_one_of_the_deployment(files: Path) -> None:
+    deployment, patch, all_of_them = (
+        yaml.safe_load((files / "kubernetes" / name).read_text())
+        for name in ("deployment.yaml", "gpu-patch.yaml", "kustomization.yaml")
+    )
+    assert patch["metadata"]["name"] == deployment["metadata"]["name"]
+    (mine,), (theirs,) = (each["spec"]["template"]["spec"]["containers"] for each in (patch, deployment))
+    assert mine["name"] == theirs["name"]
+    assert {f"kubernetes/{name}" for name in all_of_them["resources"]} <= {
+        str(path.relative_to(files)) for path in files.rglob("*.yaml")
+    }
+
+
+def test_all_files_mean_the_same_places_and_versions(files: Path) -> None:
+    texts = {path.name: path.read_text() for path in files.rglob("*") if path.is_file()}
+    for name in ("Dockerfile", "compose.gpu.yaml", "deployment.yaml"):
+        assert ENGINE_CACHE in texts[name]
+    (release,) = [line.removeprefix("ARG TRITON=") for line in texts["Dockerfile"].splitlines() if "ARG TRITON" in line]
+    assert release in RELEASES
+    assert f"TRITON: ${{TRITON:-{release}}}" in texts["compose.yaml"]
+    # The tokenizer that answers must be the one that trained.
+    pinned = dict(line.split("==") for line in texts["requirements.txt"].split())
+    assert pinned["tokenizers"] == distribution("tokenizers").version
+    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())
+    assert {"deploy/*", "deploy/kubernetes/*"} <= set(project["tool"]["setuptools"]["package-data"]["serving"])
+
+
+@pytest.fixture
+def started(kit: Any, files: Path, tmp_path: Path) -> Iterator[tuple["subprocess.Popen[bytes]", int, Path]]:
+    """The script of the image, with the installed server in place of the container's: its process, port and log."""
+    write(kit.tiny_model(tmp_path / "model", response_cache=True), tmp_path / "models")
+    wheel = find_wheel()
+    binary, backends = prepare_binary(wheel, tmp_path), prepare_backends(wheel, tmp_path)
+    programs = tmp_path / "programs"
+    programs.mkdir()
+    (programs / "tritonserver").write_text(
+        f"#!/bin/sh\nexec {binary} --backend-directory={backends} --cache-directory={wheel.caches} "
+        '--allow-gpu-metrics=false "$@"\n'
+    )
+    (programs / "tritonserver").chmod(0o755)
+    variables = environment(wheel)
+    variables |= {
+        "PATH": f"{programs}:{variables['PATH']}",
+        "ADDRESS": "127.0.0.1",
+        "MODELS": str(tmp_path / "models"),
+    }
+    ports = {name: free_port() for name in ("http", "grpc", "metrics")}
+    command = [str(files / "start.sh"), *(f"--{name}-port={port}" for name, port in ports.items())]
+    log = tmp_path / "log"
+    with log.open("wb") as output:
+        process = subprocess.Popen(command, env=variables, stdout=output, stderr=output, start_new_session=True)
+    try:
+        with Client(f"127.0.0.1:{ports['grpc']}", retries=8) as client:
+            client.classify(["good"])
+        yield process, ports["grpc"], log
+    finally:
+        if process.poll() is None:
+            process.terminate()
+        process.wait(60)
+
+
+@pytest.mark.triton
+def test_the_start_of_the_image_lets_nobody_change_models(started: tuple[Any, int, Path]) -> None:
+    _, port, _ = started
+    control = InferenceServerClient(f"127.0.0.1:{port}", channel_args=[("grpc.enable_http_proxy", 0)])
+    for call in (
+        lambda: control.load_model("sst2"),
+        lambda: control.unload_model("sst2"),
+        control.get_system_shared_memory_status,
+        control.get_log_settings,
+        lambda: control.get_trace_settings("sst2"),
+    ):
+        with pytest.raises((InferenceServerException, grpc.RpcError), match=r"admin-key|restricted"):
+            call()
+    control.close()
+
+
+@pytest.mark.triton
+def test_a_model_process_that_dies_ends_the_server(started: tuple[Any, int, Path]) -> None:
+    process, _, log = started
+    assert process.poll() is None
+    found = subprocess.run(["ps", "-wwo", "pid=,args=", "--ppid", str(process.pid)], capture_output=True, check=True)
+    stubs = [
+        int(line.split()[0]) for line in found.stdout.decode().splitlines() if "triton_python_backend_stub" in line
+    ]
+    os.kill(stubs[0], signal.SIGKILL)
+    process.wait(60)
+    assert "the process of a model has died; the server ends" in log.read_text()
