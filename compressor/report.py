@@ -8,46 +8,35 @@ Shape legend: N rows, C classes.
 
 from __future__ import annotations
 
-import io
 import json
-import math
-import re
-from collections.abc import Callable, Mapping
-from importlib import resources
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import matplotlib
 import numpy as np
 import pyarrow as pa
-from jinja2 import Environment, StrictUndefined
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
-from numpy.typing import NDArray
 
-from compressor import machine
+from compressor import machine, page
 from compressor.artifact import Artifact
 from compressor.dataset import task_of
 from compressor.errors import ArtifactError
-from compressor.evaluate import METRIC_NAMES, Labels, Logits, answers, paired, same_answers
+from compressor.evaluate import METRIC_NAMES, Labels, Logits, paired
+from compressor.report_answers import calibrations, disagreements
 from compressor.report_augmentation import augmentation, is_augmentation
 from compressor.report_int8 import int8_candidates, int8_facts, int8_gates
+from compressor.report_plots import headline, plots
 from compressor.tasks import Task
 
 RUN_FILE = "run.json"
+TEMPLATE = "report.html"
 SYSTEMS = {"teacher": "teacher", "student": "student fp32", "int8": "student INT8"}  # kind of artifact -> name
 PAIRS = (("student", "teacher"), ("int8", "student"), ("int8", "teacher"))  # compared with the one it comes from
 HEADLINE_SHAPE = "1x32"  # batch x tokens of the verdict and the plot
-EXAMPLES = 10  # texts shown on which student and teacher disagree
-TEXT_LIMIT = 300  # characters of such a text
 USE_OF_SPLITS = {
     "train": "fits the models, and sets the ranges of static INT8",
     "validation": "chooses: the state of training that is kept, the INT8 scheme; and holds the gates",
     "test": "chooses nothing: it is only reported on",
 }
-# Colours that matplotlib writes, and what the page puts in their place, so that plots follow its light or dark scheme.
-INK, STRONG, FAINT = "#010101", "#020202", "#030303"
-PAGE_COLOURS = {INK: "currentColor", STRONG: "var(--strong)", FAINT: "var(--faint)"}
 
 
 def write_report(run: Path, artifacts: Mapping[str, Artifact]) -> Path:
@@ -98,7 +87,10 @@ def collect(run: Path, artifacts: Mapping[str, Artifact]) -> dict[str, Any]:
         "int8_candidates": _candidates(parts["int8"]) if "int8" in parts else None,
         "int8": int8_facts(parts["int8"].metrics, parts["int8"].manifest["section"]) if "int8" in parts else None,
         "latency": _latency(parts["int8"]) if "int8" in parts else None,
-        "disagreements": _disagreements(task, texts, label_N, logits) if "int8" in parts else None,
+        "disagreements": disagreements(task, texts, label_N, logits) if "int8" in parts else None,
+        "calibration": calibrations(task, {SYSTEMS[kind]: logits[kind] for kind in ("teacher", "int8")}, label_N)
+        if "int8" in parts
+        else None,
         "training": [{"stage": name, **found["history"]} for name, found in metrics.items() if "history" in found],
         "publication": parts["publication"].metrics if "publication" in parts else None,
         "stages": _stages(artifacts),
@@ -225,37 +217,6 @@ def _latency(int8: Artifact) -> dict[str, Any]:
     }
 
 
-def _disagreements(task: Task, texts: list[str], label_N: Labels, logits: Mapping[str, Logits]) -> dict[str, Any]:
-    """Test texts that INT8 student and teacher answer differently: those that both are surest of, or furthest apart."""
-    apart = np.flatnonzero(~same_answers(task, logits["teacher"], logits["int8"]))
-    found = {kind: answers(task, logits[kind]) for kind in ("teacher", "int8")}
-    if task.is_regression:
-        weight_N = np.abs(found["teacher"] - found["int8"])
-    else:
-        surety = {kind: _confidence(logits[kind]) for kind in found}
-        weight_N = np.minimum(surety["teacher"], surety["int8"])
-    examples = []
-    for row in apart[np.argsort(-weight_N[apart], kind="stable")][:EXAMPLES]:
-        text = texts[row] if len(texts[row]) <= TEXT_LIMIT else texts[row][:TEXT_LIMIT] + "…"
-        facts = {"row": int(row), "text": text, "label": _answer(task, label_N[row])}
-        for kind, answer_N in found.items():
-            facts[kind] = _answer(task, answer_N[row])
-            if not task.is_regression:
-                facts[kind] += f", {100 * surety[kind][row]:.1f} %"
-        examples.append(facts)
-    return {"split": "test", "count": len(apart), "rows": len(texts), "examples": examples}
-
-
-def _answer(task: Task, value: Any) -> str:
-    return f"{value:.2f}" if task.is_regression else task.labels[int(value)]
-
-
-def _confidence(logits_NC: Logits) -> NDArray[np.float64]:
-    """The largest probability (N,) of each row: 1 over the sum of the others' odds and its own."""
-    odds_NC = np.exp(logits_NC.astype(np.float64) - logits_NC.max(axis=1, keepdims=True))
-    return np.asarray(1 / odds_NC.sum(axis=1))
-
-
 def _stages(artifacts: Mapping[str, Artifact]) -> list[dict[str, Any]]:
     names = {found.manifest["key"]: name for name, found in artifacts.items()}  # two may have the same content
     rows = []
@@ -283,7 +244,7 @@ def _verdict(facts: Mapping[str, Any]) -> str:
         return f"There is no INT8 student yet: the last finished stage is {facts['stages'][-1]['stage']}."
     teacher, student = systems["teacher"], systems["student INT8"]
     ours, theirs = student["test"]["score"], teacher["test"]["score"]
-    shape, p50_ms = _headline(facts["latency"])
+    shape, p50_ms = headline(facts["latency"])
     batch, tokens = shape.split("x")
     size = _times(teacher["onnx_size_bytes"], student["onnx_size_bytes"], "smaller", "larger")
     texts = "one text" if batch == "1" else f"{batch} texts"
@@ -298,100 +259,15 @@ def _verdict(facts: Mapping[str, Any]) -> str:
     )
 
 
-def _headline(latency: Mapping[str, Any]) -> tuple[str, dict[str, float]]:
-    """The shape that verdict and plot speak of, and the p50 of each system there."""
-    shape = latency["headline_shape"]
-    return shape, {name: times[shape]["p50_ms"] for name, times in latency["systems"].items()}
-
-
 def _times(theirs: float, ours: float, less: str, more: str) -> str:
     return f"{theirs / ours:.1f} times {less}" if theirs >= ours else f"{ours / theirs:.1f} times {more}"
 
 
 def markdown(facts: Mapping[str, Any]) -> str:
     """The report in Markdown, made from what `collect` gives."""
-    return re.sub(r"\n{3,}", "\n\n", _render(facts, "markdown")).strip() + "\n"
+    return page.render(TEMPLATE, form="markdown", facts=facts)
 
 
 def html(facts: Mapping[str, Any]) -> str:
     """The report as one page that needs no network, made from what `collect` gives."""
-    systems = facts.get("systems", [])
-    seconds = {row["stage"]: row["duration_s"] for row in facts["stages"]}
-    plots = {"time": _svg("time", lambda axes: _bars(axes, seconds, "time, s", "{:,.0f} s"))}
-    if systems:
-        plots["metric"] = _svg("metric", lambda axes: _intervals(axes, systems, facts["task"]["metric"]))
-    if sizes := {row["system"]: row["onnx_size_bytes"] / 1e6 for row in systems if "onnx_size_bytes" in row}:
-        plots["size"] = _svg("size", lambda axes: _bars(axes, sizes, "ONNX file, MB", "{:.1f} MB"))
-    if "latency" in facts:
-        shape, p50_ms = _headline(facts["latency"])
-        label = f"p50 of a call at {shape} (batch x tokens), ms, log scale"
-        plots["latency"] = _svg("latency", lambda axes: _bars(axes, p50_ms, label, "{:.3g} ms", log=True))
-    return _render(facts, "html", plots)
-
-
-def _render(facts: Mapping[str, Any], form: str, plots: Mapping[str, str] | None = None) -> str:
-    """One template says what the report says; its macros write headings and tables in either form."""
-    jinja = Environment(autoescape=form == "html", undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
-    jinja.filters |= {"points": lambda share: f"{100 * share:.1f}"}
-    jinja.filters |= {"plain": _plain, "pretty": lambda value: json.dumps(value, indent=1, ensure_ascii=False)}
-    text = (resources.files("compressor") / "templates" / "report.html").read_text(encoding="utf-8")
-    return jinja.from_string(text).render(facts=facts, form=form, plots=plots)
-
-
-def _plain(text: object) -> str:
-    """`text` on one line, nothing in it read as Markdown or HTML."""
-    return re.sub(r"([\\`*_\[\]<>|#~&])", r"\\\1", " ".join(str(text).split()))
-
-
-def _svg(name: str, draw: Callable[[Axes], None]) -> str:
-    """A plot as an SVG element for a page: no prolog or date, ids of its own, colours of the page."""
-    style: Any = {"svg.fonttype": "none", "svg.hashsalt": name, "font.size": 9, "text.color": INK}
-    style |= {f"{part}.color": INK for part in ("xtick", "ytick")} | {"axes.labelcolor": INK, "axes.edgecolor": INK}
-    style |= {"axes.spines.top": False, "axes.spines.right": False, "axes.facecolor": "none", "ytick.major.size": 0}
-    buffer = io.StringIO()
-    with matplotlib.rc_context(style):
-        figure = Figure(figsize=(5, 2.4), layout="constrained")
-        figure.patch.set_visible(False)
-        draw(figure.subplots())
-        figure.savefig(buffer, format="svg", metadata=dict.fromkeys(("Date", "Creator", "Format", "Type")))
-    text = re.sub(r'(?s)^.*?(?=<svg)|<metadata>.*?</metadata>| xmlns(:\w+)?="[^"]*"|<!--.*?-->', "", buffer.getvalue())
-    text = re.sub(r'( id="|href="#|url\(#)', rf"\g<1>{name}-", text)
-    return re.sub("|".join(PAGE_COLOURS), lambda found: PAGE_COLOURS[found[0]], text)
-
-
-def _intervals(axes: Axes, systems: list[dict[str, Any]], metric: str) -> None:
-    """The metric of each form on validation and test, with its interval."""
-    for split, shift, colour in (("validation", -0.12, FAINT), ("test", 0.12, STRONG)):
-        middle = np.array([100 * row[split]["score"] for row in systems])
-        ends = np.array([[100 * end for end in row[split]["interval_95"]] for row in systems]).T
-        places = np.arange(len(systems)) + shift
-        axes.errorbar(
-            middle, places, xerr=abs(ends - middle), label=split, color=colour, fmt="o", capsize=3, markersize=5
-        )
-    _name_rows(axes, [row["system"] for row in systems])
-    axes.set_xlabel(f"{metric} x 100 (bars: 95 % interval)")
-    axes.legend(frameon=False, loc="lower left", bbox_to_anchor=(0, 1), ncols=2, borderpad=0)
-
-
-def _bars(axes: Axes, values: Mapping[str, float], label: str, form: str, *, log: bool = False) -> None:
-    """One value per row, written beside its mark: a bar from zero, or on a log scale, which has none, a dot."""
-    lengths = list(values.values())
-    if log:
-        axes.set_xscale("log")
-        axes.xaxis.set_major_formatter("{x:g}")
-        axes.xaxis.set_minor_formatter("")
-        axes.set_xlim(10 ** math.floor(math.log10(min(lengths))), 10 ** math.ceil(math.log10(2 * max(lengths))))
-        axes.plot(lengths, range(len(values)), "o", color=STRONG)
-    else:
-        axes.barh(range(len(values)), lengths, height=0.5, color=STRONG)
-        axes.margins(x=0.2)
-    _name_rows(axes, list(values))
-    axes.set_xlabel(label)
-    for place, value in enumerate(lengths):
-        axes.annotate(form.format(value), (value, place), xytext=(7, 0), textcoords="offset points", va="center")
-
-
-def _name_rows(axes: Axes, names: list[str]) -> None:
-    """Names at the left of the rows, the first on top."""
-    axes.set_yticks(range(len(names)), names)
-    axes.set_ylim(len(names) - 0.5, -0.5)
+    return page.render(TEMPLATE, form="html", plots=plots(facts), facts=facts)

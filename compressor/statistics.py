@@ -1,17 +1,17 @@
 """What a metric on some rows can show: intervals and paired comparisons.
 
-Shape legend: N rows, C outputs, R resamples.
+Shape legend: N rows, C outputs, R resamples or rounds, B bins.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.stats import binomtest
+from scipy.stats import binomtest, t
 
 RESAMPLES = 1000
 Z_95 = 1.959964
@@ -64,3 +64,52 @@ def share_differences(right: int, only_first: int, only_second: int, rows: int) 
         factor = math.exp(Z_95 * math.sqrt((only_first + only_second) / (right * other)))
         result |= {"ratio": right / other, "ratio_95": [right / other / factor, right / other * factor]}
     return result
+
+
+def calibration(probability_NC: NDArray[Any], label_N: NDArray[Any], bins: int = 10) -> dict[str, Any]:
+    """Whether a classifier is right as often as it says: reliability by confidence, and the expected error (ECE).
+
+    Confidence is the largest probability of a row. `bins` are of equal width from 0 to 1, each without its low end, and
+    those without rows are left out; a bin's `confidence` is the mean of its rows, its `accuracy` their share of right
+    labels, with Wilson's 95 % interval. `ece` is the mean distance of the two, weighted by rows. Chance alone keeps
+    them apart, the more so the fewer rows: `ece_by_chance` is what a model with these confidences has on average if it
+    is right exactly as often as it says. Raises ValueError if there is no row, or rows do not sum to 1.
+    """
+    rows = len(label_N)
+    if not rows or probability_NC.shape[0] != rows or not np.allclose(probability_NC.sum(axis=1), 1, atol=1e-4):
+        raise ValueError(
+            f"probabilities {probability_NC.shape} for {rows} labels; give at least one row, one for each label, that "
+            "sums to 1"
+        )
+    confidence_N = np.asarray(probability_NC.max(axis=1), dtype=np.float64)
+    right_N = probability_NC.argmax(axis=1) == label_N
+    bin_N = np.clip(np.ceil(confidence_N * bins).astype(int) - 1, 0, bins - 1)
+    count_B, claimed_B = np.bincount(bin_N, minlength=bins), np.bincount(bin_N, confidence_N, bins)
+
+    def apart(right_N: NDArray[np.bool_]) -> float:
+        return float(np.abs(np.bincount(bin_N, right_N, bins) - claimed_B).sum() / rows)
+
+    random = np.random.default_rng(SEED)
+    by_chance = [apart(random.random(rows) < confidence_N) for _ in range(RESAMPLES)]
+    found = []
+    for number in np.flatnonzero(count_B).tolist():
+        count, right = int(count_B[number]), int(right_N[bin_N == number].sum())
+        bounds = {"low": number / bins, "high": (number + 1) / bins, "rows": count}
+        shares = {"confidence": float(claimed_B[number] / count), "accuracy": right / count}
+        found.append({**bounds, **shares, "interval_95": list(wilson(right, count))})
+    return {"ece": apart(right_N), "ece_by_chance": float(np.mean(by_chance)), "rows": rows, "bins": found}
+
+
+def ratio_of_rounds(above: Sequence[float], below: Sequence[float]) -> dict[str, Any]:
+    """How many times `below` the figure `above` is, from one figure of each per round (R,), all above 0.
+
+    The geometric mean of the rounds' own ratios with its 95 % interval: Student's t on their logarithms, so that the
+    rounds, not the calls in them, are what counts as independent. One round has no interval.
+    """
+    log_R = np.log(np.asarray(above, dtype=np.float64) / np.asarray(below, dtype=np.float64))
+    rounds, middle = len(log_R), float(log_R.mean())
+    found: dict[str, Any] = {"ratio": math.exp(middle), "interval_95": None, "rounds": rounds}
+    if rounds > 1:
+        spread = float(t.ppf(0.975, rounds - 1) * log_R.std(ddof=1) / math.sqrt(rounds))
+        found["interval_95"] = [math.exp(middle - spread), math.exp(middle + spread)]
+    return found

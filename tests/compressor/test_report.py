@@ -20,6 +20,8 @@ from compressor.report import collect, markdown, write_report
 from compressor.tasks import TASKS
 from tests.reporting import MACHINE, ROWS, STEPS, WRONG, augment_metrics, logits, make_run, measured, seal
 
+DOCS = Path(__file__).parents[2] / "docs"
+
 
 def pair(facts: dict[str, Any], first: str, second: str) -> dict[str, Any]:
     return next(dict(row) for row in facts["comparisons"] if (row["first"], row["second"]) == (first, second))
@@ -108,6 +110,34 @@ def test_disagreements_come_surest_first(tmp_path: Path) -> None:
     assert (first["label"], first["teacher"], first["int8"]) == ("negative", "negative, 88.1 %", "positive, 73.9 %")
 
 
+def test_calibration_of_teacher_and_student_by_hand(tmp_path: Path) -> None:
+    found = collect(tmp_path, make_run(tmp_path))["calibration"]
+    teacher, student = found["systems"]["teacher"], found["systems"]["student INT8"]
+    assert (found["split"], found["rows"], teacher["rows"]) == ("test", ROWS, ROWS)
+    # 18 rows right at 1 / (1 + exp(-2)), two wrong at 1 / (1 + exp(-1)) and 1 / (1 + exp(-1.01)).
+    sure, unsure = 1 / (1 + np.exp(-2)), [1 / (1 + np.exp(-1)), 1 / (1 + np.exp(-1.01))]
+    assert [(row["low"], row["rows"], row["accuracy"]) for row in teacher["bins"]] == [(0.7, 2, 0.0), (0.8, 18, 1.0)]
+    assert teacher["ece"] == pytest.approx((18 * (1 - sure) + sum(unsure)) / 20)
+    assert teacher["overconfidence"] == pytest.approx((18 * sure + sum(unsure)) / 20 - 0.9)
+    assert [row["rows"] for row in student["bins"]] == [4, 16]
+
+
+def test_calibration_is_told_with_its_rows_and_what_chance_does(tmp_path: Path) -> None:
+    artifacts = make_run(tmp_path)
+    chance = collect(tmp_path, artifacts)["calibration"]["systems"]["teacher"]["ece_by_chance"]
+    text = markdown(collect(tmp_path, artifacts))
+    assert f"| teacher | 18.0 % | {100 * chance:.1f} % | -3.4 |" in text
+    assert "On 20 test texts, put into ten bins" in text
+    assert "| teacher | 80 to 90 % | 18 | 88.1 % | 100.0 % (82.4 to 100.0) |" in text
+
+
+def test_each_timed_form_stands_in_the_plot_of_latency_and_quality(tmp_path: Path) -> None:
+    page = write_report(tmp_path, make_run(tmp_path)).read_text(encoding="utf-8")
+    figure = page.partition('aria-label="Plot: test metric of each system')[2].partition("</figure>")[0]
+    assert all(f">{name}</text>" in figure for name in ("teacher PyTorch", "teacher ONNX", "student INT8"))
+    assert ">test accuracy x 100</text>" in figure
+
+
 def test_a_regression_of_pairs_is_reported_by_its_correlation(tmp_path: Path) -> None:
     artifacts = make_run(tmp_path, task=TASKS["stsb"])
     scores = np.arange(ROWS, dtype=np.float32) / 4
@@ -155,7 +185,7 @@ def test_page_escapes_texts_and_loads_nothing(tmp_path: Path) -> None:
     assert "&lt;script&gt;" in page
     assert "<script" not in page
     assert not re.search(r"https?://|<link|<img|@import|src=|url\((?!#)", page)
-    assert page.count('<figure role="img" aria-label="Plot: ') == 4
+    assert page.count('<figure role="img" aria-label="Plot: ') == 6
 
 
 def test_page_is_well_formed_and_its_ids_are_unique(tmp_path: Path) -> None:
@@ -201,7 +231,7 @@ def test_markdown_keeps_a_hostile_text_in_its_cell(tmp_path: Path) -> None:
 def test_markdown_tables_have_no_gaps(tmp_path: Path) -> None:
     lines = markdown(collect(tmp_path, make_run(tmp_path))).splitlines()
     rules = [number for number, line in enumerate(lines) if line.startswith("|---")]
-    assert len(rules) == 14
+    assert len(rules) == 16
     for number in rules:
         assert lines[number - 2] == ""
         assert all(lines[near].startswith("| ") for near in (number - 1, number + 1))
@@ -224,6 +254,11 @@ def test_json_is_what_collect_gives(tmp_path: Path) -> None:
     written = json.loads((tmp_path / "report.json").read_text(encoding="utf-8"))
     assert written["schema_version"] == 1
     assert written == json.loads(json.dumps(collect(tmp_path, artifacts), allow_nan=False))
+
+
+def test_every_key_of_the_json_is_documented(tmp_path: Path) -> None:
+    documented = re.findall(r"^\| `(\w+)` \|", (DOCS / "report.md").read_text(encoding="utf-8"), re.MULTILINE)
+    assert set(documented) == set(collect(tmp_path, make_run(tmp_path)))
 
 
 @pytest.mark.parametrize("finished", range(1, len(STEPS)))

@@ -5,7 +5,7 @@ import pytest
 from numpy.testing import assert_allclose
 from scipy.stats import norm
 
-from compressor.statistics import bootstrap, mcnemar, share_differences, wilson
+from compressor.statistics import bootstrap, calibration, mcnemar, ratio_of_rounds, share_differences, wilson
 
 
 def rights(*flags: int) -> np.ndarray:
@@ -82,3 +82,69 @@ def test_bootstrap_of_a_mean_is_near_the_normal_interval():
 def test_bootstrap_is_the_same_each_time():
     values = np.arange(50.0)
     assert bootstrap(lambda rows: values[rows].max(), 50) == bootstrap(lambda rows: values[rows].max(), 50)
+
+
+def sure(*confidences: float) -> np.ndarray:
+    """Rows that say label 0 with these probabilities, of 3 labels."""
+    return np.array([(first, (1 - first) * 0.7, (1 - first) * 0.3) for first in confidences])
+
+
+def test_calibration_by_hand():
+    # Confidences 0.82, 0.88 (one right) and 0.95, 0.97, 0.99, 0.99 (all right).
+    found = calibration(sure(0.82, 0.88, 0.95, 0.97, 0.99, 0.99), np.array([0, 1, 0, 0, 0, 0]))
+    assert [(row["low"], row["high"], row["rows"], row["accuracy"]) for row in found["bins"]] == [
+        (0.8, 0.9, 2, 0.5),
+        (0.9, 1.0, 4, 1.0),
+    ]
+    assert_allclose([row["confidence"] for row in found["bins"]], (0.85, 0.975))
+    assert_allclose(found["bins"][0]["interval_95"], wilson(1, 2))
+    # (2 * |0.5 - 0.85| + 4 * |1 - 0.975|) / 6
+    assert found["ece"] == pytest.approx(0.8 / 6)
+    assert found["rows"] == 6
+
+
+def test_calibration_puts_a_bound_into_the_bin_below():
+    found = calibration(sure(0.5, 0.75, 1.0), np.zeros(3, int), bins=4)["bins"]
+    assert [row["high"] for row in found] == [0.5, 0.75, 1]
+
+
+def test_calibration_of_one_who_is_right_as_often_as_he_says_is_0():
+    # 3 of 4 right at confidence 3/4.
+    assert calibration(sure(*[0.75] * 4), np.array([0, 0, 0, 1]))["ece"] == pytest.approx(0)
+
+
+def test_calibration_says_what_chance_does_to_few_rows():
+    # One row of confidence 3/4 is 1/4 off when right and 3/4 off when wrong: 3/4 * 1/4 + 1/4 * 3/4 on average.
+    assert calibration(sure(0.75), np.array([0]))["ece_by_chance"] == pytest.approx(0.375, abs=0.03)
+    assert calibration(sure(*[0.75] * 1000), np.zeros(1000, int))["ece_by_chance"] < 0.02
+
+
+def test_calibration_of_more_bins_than_rows_still_counts_every_row():
+    probability_NC = np.random.default_rng(0).dirichlet((1, 1, 1), size=7)
+    found = calibration(probability_NC, np.zeros(7, int), bins=50)
+    assert sum(row["rows"] for row in found["bins"]) == 7
+
+
+@pytest.mark.parametrize("probability_NC", [np.zeros((0, 2)), np.array([[2.0, -3.0]]), sure(0.5, 0.6)])
+def test_calibration_refuses_what_are_no_probabilities_of_the_rows(probability_NC):
+    with pytest.raises(ValueError, match="sums to 1"):
+        calibration(probability_NC, np.zeros(min(1, len(probability_NC)), int))
+
+
+def test_a_ratio_of_rounds_by_hand():
+    found = ratio_of_rounds([20.0, 80.0, 40.0], [10.0, 20.0, 10.0])
+    # Logs of 2, 4, 4 in units of log 2: 1, 2, 2; mean 5/3, deviation sqrt(1/3); t of 2 degrees of freedom is 4.30265.
+    spread = 4.30265 * np.sqrt(1 / 3) / np.sqrt(3)
+    assert found["ratio"] == pytest.approx(2 ** (5 / 3))
+    assert_allclose(found["interval_95"], (2 ** (5 / 3 - spread), 2 ** (5 / 3 + spread)), rtol=1e-5)
+    assert found["rounds"] == 3
+
+
+def test_a_ratio_turned_round_has_its_interval_turned_round():
+    first, second = [3.0, 5.0, 4.0], [1.0, 2.0, 1.5]
+    there, back = ratio_of_rounds(first, second), ratio_of_rounds(second, first)
+    assert_allclose(back["interval_95"], [1 / end for end in reversed(there["interval_95"])])
+
+
+def test_one_round_has_no_interval():
+    assert ratio_of_rounds([6.0], [3.0]) == {"ratio": pytest.approx(2.0), "interval_95": None, "rounds": 1}
