@@ -183,6 +183,9 @@ def quantize(
     out: OutOption,
     corpus: CorpusOption,
     onnx: Annotated[Path, typer.Option("--onnx", help="Folder made by `compressor export`.")],
+    student: Annotated[
+        Path, typer.Option("--student", help="Folder made by `compressor distill`: what static-qat would train.")
+    ],
     teacher: Annotated[Path, typer.Option("--teacher", help="Folder made by `compressor finetune`, to compare with.")],
     task: TaskOption = None,
     recipe: RecipeOption = "auto",
@@ -190,7 +193,8 @@ def quantize(
 ) -> None:
     """Quantize the student to INT8; fails with 3 if every candidate loses more accuracy than the bound."""
     config, _, _ = chosen_recipe(task, recipe, "auto", overrides)
-    _run_stage(_step(config, "quantize"), {"onnx": onnx, "teacher": teacher, "corpus": corpus}, out)
+    parents = {"onnx": onnx, "student": student, "teacher": teacher, "corpus": corpus}
+    _run_stage(_step(config, "quantize"), parents, out)
 
 
 def publish(

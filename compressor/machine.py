@@ -69,6 +69,16 @@ def int8_cpu(flags: Sequence[str] | None = None) -> TargetCpu:
     return next((kind for flag, kind in kinds if flag in found), "avx2")
 
 
+def foreign_cpu(target: str, here: str) -> str:
+    """What does not hold of INT8 that was made for one kind of processor on another, or nothing."""
+    if target == here:
+        return ""
+    made = f"INT8 is made for {target}, and this processor is of the kind {here}"
+    if here == "avx2":
+        return f"{made}, without VNNI: products may saturate here, and answers differ from those measured"
+    return f"{made}: times are not those of the target"
+
+
 def versions() -> dict[str, str]:
     """Installed versions of the packages that decide a result."""
     found = {}

@@ -18,6 +18,7 @@ from compressor.errors import ModelError
 
 Array = NDArray[Any]
 PARTS = ("embeddings", "attention", "feed-forward", "head")
+NOTES = "compressor."  # how the names of our own entries in a graph's metadata begin
 
 
 @dataclass(frozen=True)
@@ -109,6 +110,12 @@ def fix_shapes(model: Any) -> None:
 def inputs_of(model: Any) -> list[str]:
     """Names of the inputs."""
     return [item.name for item in model.graph.input]
+
+
+def notes(path: Path) -> dict[str, str]:
+    """What `compressor` wrote into the metadata of a graph: for INT8, the processor that it is made for."""
+    found = onnx.load(path, load_external_data=False).metadata_props
+    return {item.key.removeprefix(NOTES): item.value for item in found if item.key.startswith(NOTES)}
 
 
 def check(path: Path) -> None:

@@ -15,7 +15,7 @@ from compressor.artifact import Artifact
 from compressor.config import ADAPT, ENGLISH, STUDENT_INITS, AdaptConfig, AugmentConfig, BuildConfig, GeneralConfig
 
 # A stage recomputes when the code that decides its result changes; raise this with such a change.
-STAGES_VERSION = 3
+STAGES_VERSION = 4
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -308,6 +308,7 @@ def _quantize(config: BuildConfig, name: str, roles: Mapping[str, str]) -> Step:
             config.quantize,
             config.task.row(),
             onnx_models=parents["onnx"],
+            student=parents["student"],
             teacher=parents["teacher"],
             corpus=parents["corpus"],
             max_tokens=config.max_tokens,
@@ -321,7 +322,7 @@ def _quantize(config: BuildConfig, name: str, roles: Mapping[str, str]) -> Step:
         stage="quantize",
         kind="int8",
         section={**config.quantize.model_dump(), "max_tokens": config.max_tokens, "seed": config.seed},
-        parents=_chosen(roles, "onnx", "teacher", "corpus"),
+        parents=_chosen(roles, "onnx", "student", "teacher", "corpus"),
         sources={},
         make=make,
     )

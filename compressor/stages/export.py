@@ -18,15 +18,15 @@ from compressor.artifact import Artifact
 from compressor.checkpoints import load_classifier, load_tokenizer
 from compressor.config import ExportConfig
 from compressor.dataset import ENCODED, Encoded, Inputs, encode
-from compressor.errors import ConfigError, GateError
-from compressor.evaluate import INPUT_NAMES, MODEL_FILE, Logits, OnnxPredictor, TorchPredictor, same_answers
+from compressor.errors import GateError
+from compressor.evaluate import FP16_FILE, MODEL_FILE, Logits, OnnxPredictor, TorchPredictor, same_answers
+from compressor.onnx_export import export_onnx
 from compressor.progress import quiet_libraries
 from compressor.tasks import Task
-from compressor.triton_releases import IR_VERSION, OPSET, Format, format_for
+from compressor.triton_releases import format_for
 from compressor.world import available_cores
 
 MODELS = ("student", "teacher")
-FP16_FILE = "model.fp16.onnx"
 PARITY_SHAPES = ((1, 1), (1, 128), (8, 33))  # rows x tokens, all of them real
 PARITY_ROWS = 256
 MIXED = 64  # rows of a batch of texts of all lengths
@@ -89,77 +89,6 @@ def _proved(name: str, graph: Path, model: Path, task: Task, examples: Encoded, 
             f"parity gate: {line}; by rows x tokens {shapes}; the same answer to {100 * parity['agreement']:.2f} %"
         )
     return {**parity, "bound": bound, "size_bytes": graph.stat().st_size}
-
-
-def export_onnx(
-    model: Path, folder: Path, *, exporter: str = "auto", form: Format | None = None, rewrite: bool = True
-) -> str:
-    """Export the classifier saved in `model` into `folder`, with configuration and tokenizer; returns the exporter.
-
-    `auto` is Optimum where it can be imported, else PyTorch's own. Not to `rewrite` leaves the graph as the library
-    computes it, every token through every layer. Raises ConfigError if the exporter asked for is missing.
-    """
-    from transformers import BertForSequenceClassification
-
-    from compressor.classifier_graph import ClassifierGraph
-
-    source = BertForSequenceClassification.from_pretrained(model, local_files_only=True).eval()
-    folder.mkdir(parents=True, exist_ok=True)
-    path = folder / MODEL_FILE
-    chosen = _exporter() if exporter == "auto" else exporter
-    if chosen == "optimum" and _exporter() != "optimum":
-        raise ConfigError(
-            'export.exporter is "optimum" and optimum-onnx cannot be imported; install it, or use "torch"'
-        )
-    write = _write_with_optimum if chosen == "optimum" else _write_with_torch
-    with quiet_libraries():  # tracing warns of Python control flow; the parity gate is what decides
-        write(ClassifierGraph(source) if rewrite else source, path)
-    graph = onnx.load(path)
-    if rewrite:
-        onnx_graph.fix_shapes(graph)
-    graph.ir_version = IR_VERSION if form is None else form.ir_version
-    onnx.save(graph, path)
-    onnx_graph.check(path)
-    source.config.save_pretrained(folder)
-    load_tokenizer(model).save_pretrained(folder)
-    return chosen
-
-
-def _exporter() -> str:
-    try:
-        import optimum.exporters.onnx  # noqa: F401  (whether it can be imported is all that is asked)
-    except ImportError:  # not installed, or made for another transformers
-        return "torch"
-    return "optimum"
-
-
-def _write_with_optimum(model: Any, path: Path) -> None:
-    from optimum.exporters.onnx import export as write
-    from optimum.exporters.tasks import TasksManager
-
-    make_config = TasksManager.get_exporter_config_constructor(
-        "onnx", model_type="bert", task="text-classification", library_name="transformers"
-    )
-    write(model, make_config(model.config, task="text-classification"), path, opset=OPSET)
-
-
-def _write_with_torch(model: Any, path: Path) -> None:
-    import torch
-
-    axes = {name: {0: "batch_size", 1: "sequence_length"} for name in INPUT_NAMES} | {"logits": {0: "batch_size"}}
-    ids_BS = torch.ones(2, 16, dtype=torch.int64)
-    inputs = {"input_ids": ids_BS, "token_type_ids": torch.zeros_like(ids_BS), "attention_mask": ids_BS}
-    torch.onnx.export(
-        model,
-        (),
-        str(path),
-        kwargs=inputs,
-        input_names=["input_ids", "attention_mask", "token_type_ids"],  # the order of the arguments
-        output_names=["logits"],
-        dynamic_axes=axes,
-        opset_version=OPSET,
-        dynamo=False,
-    )
 
 
 def write_fp16(source: Path, target: Path) -> None:

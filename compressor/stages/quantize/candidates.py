@@ -29,6 +29,8 @@ class Static:
     """How a range follows from what was seen."""
     smooth: bool = False
     """Move a part of each channel's range into the weights that read it."""
+    trained: bool = False
+    """First distil the student for a short while with rounded products; tried where all others miss the bounds."""
     per_channel: bool = True
     """As in Dynamic."""
     embeddings: bool = True
@@ -53,6 +55,7 @@ CANDIDATES: Mapping[Int8Candidate, Candidate] = {
     "static-entropy": Static(method="entropy"),
     "static-smooth": Static(smooth=True),
     "static-per-tensor": Static(per_channel=False),
+    "static-qat": Static(trained=True),
     "per-row": PerRow(),
     "dynamic": Dynamic(),
     "dynamic-per-tensor": Dynamic(per_channel=False),

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+import shutil
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from compressor import machine
-from compressor.config import QuantizeConfig
+from compressor import machine, onnx_graph
+from compressor.config import Int8Candidate, QuantizeConfig
 from compressor.dataset import Encoded
 from compressor.stages.quantize.calibration import Activation, calibrate
 from compressor.stages.quantize.candidates import CANDIDATES, Candidate, Static
@@ -21,6 +22,7 @@ from compressor.stages.quantize.scoring import Scorer, add_times
 
 FP32 = "fp32"
 TRIMMED = "fp32 trimmed"  # with the smaller vocabulary; shown, not chosen
+QAT: Int8Candidate = "static-qat"
 
 log = logging.getLogger(__name__)
 
@@ -47,11 +49,7 @@ class Host:
 
     def warning(self) -> str:
         """What does not hold of what is measured here, or nothing."""
-        if self.target == self.here:
-            return ""
-        if self.here == "avx2":
-            return f"made for {self.target} on a processor without VNNI: here, products may saturate, and scores differ"
-        return f"made for {self.target} and timed on {self.here}: the times are not those of the target"
+        return machine.foreign_cpu(self.target, self.here)
 
     def facts(self) -> dict[str, Any]:
         """For the manifest, and the metadata of the graph."""
@@ -75,6 +73,8 @@ class Search:
     """What INT8 is made from: the same, or that with a smaller vocabulary."""
     train: Encoded
     """Rows that calibrate, and tell which products do harm."""
+    retrain: Callable[[], Path]
+    """Writes `source` once more, trained with its products rounded to INT8; returns that file."""
     scratch: Path
     threads: int
     seed: int
@@ -91,21 +91,24 @@ class Search:
 
     def run(self) -> list[dict[str, Any]]:
         """The table, fp32 first."""
-        names = self.config.candidates
+        names = [name for name in self.config.candidates if name != QAT]
         if self.host.warning():
             log.warning("quantize: %s", self.host.warning())
         self._add(FP32, self.fp32)
         if self.source != self.fp32:
             self._add(TRIMMED, self.source)
         if any(isinstance(CANDIDATES[name], Static) for name in names):
-            log.info("quantize calibrates on %d training texts", self.config.calibration_rows)
-            self._activations = calibrate(self.source, self.train, self.config.calibration_rows, self.seed)
+            self._calibrate()
         for number, name in enumerate(names, start=1):
             graph = self.scratch / f"{name}.onnx"
             self._write(CANDIDATES[name], (), graph)
             self._add(name, graph, progress=f"{number}/{len(names)} ")
         for kind in dict.fromkeys(type(CANDIDATES[name]) for name in names):
             self._spare_the_most_harmful(kind)
+        if QAT in self.config.candidates and not any(
+            self.bounds.hold(row) for row in self._table if row["scheme"] not in (FP32, TRIMMED)
+        ):
+            self._add_trained()
         log.info("quantize times %d graphs", len(self._table))
         add_times(self._table, self.graphs, self.source.parent, self.threads)
         return self._table
@@ -117,6 +120,21 @@ class Search:
         log.info("quantize %s%s", progress, line(row))
         return row
 
+    def _calibrate(self) -> None:
+        log.info("quantize calibrates on %d training texts", self.config.calibration_rows)
+        self._activations = calibrate(self.source, self.train, self.config.calibration_rows, self.seed)
+
+    def _add_trained(self) -> None:
+        """The last candidate: made from other weights, so it comes after all that are made from the student's own."""
+        log.info("quantize trains the student with its products rounded to INT8: nothing else is within the bounds")
+        source, self.source = self.source, self.retrain()
+        self._calibrate()
+        graph = self.scratch / f"{QAT}.onnx"
+        self._write(CANDIDATES[QAT], (), graph)
+        shutil.rmtree(self.source.parent)
+        self.source = source
+        self._add(QAT, graph)
+
     def _write(self, candidate: Candidate, excluded: tuple[str, ...], target: Path) -> None:
         quantize_graph(
             self.source,
@@ -125,7 +143,7 @@ class Search:
             self._activations,
             excluded=excluded,
             weight_bits=self.host.weight_bits,
-            notes={f"compressor.{key}": str(value) for key, value in self.host.facts().items()},
+            notes={f"{onnx_graph.NOTES}{key}": str(value) for key, value in self.host.facts().items()},
         )
 
     def _spare_the_most_harmful(self, kind: type[Candidate]) -> None:

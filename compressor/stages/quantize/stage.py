@@ -10,7 +10,6 @@ import shutil
 import time
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import onnx
@@ -33,11 +32,12 @@ from compressor.evaluate import (
     predict,
 )
 from compressor.latency import SETTLE_S, shaped_call, summary, time_in_turns
+from compressor.stages.quantize.aware_training import AwareTraining
 from compressor.stages.quantize.choice import choose
 from compressor.stages.quantize.folder import complete_folder
 from compressor.stages.quantize.scoring import Scorer, latency_shapes
-from compressor.stages.quantize.search import FP32, TRIMMED, Search
-from compressor.stages.quantize.vocabulary import trim, used_pieces
+from compressor.stages.quantize.search import FP32, TRIMMED, Host, Search
+from compressor.stages.quantize.vocabulary import Pieces, trim, used_pieces
 from compressor.tasks import Task
 from compressor.world import available_cores
 
@@ -49,6 +49,7 @@ def quantize(
     task: Task,
     *,
     onnx_models: Artifact,
+    student: Artifact,
     teacher: Artifact,
     corpus: Artifact,
     max_tokens: int,
@@ -61,25 +62,40 @@ def quantize(
     Every candidate is scored on the validation rows in the batches that a server makes. Raises GateError with the table
     if none is within the bounds. Test rows are touched once, by the winner.
     """
-    student = onnx_models.path / "student"
-    refuse_broken(student / MODEL_FILE)
-    parents = {"onnx": onnx_models, "teacher": teacher, "corpus": corpus}
+    exported = onnx_models.path / "student"
+    refuse_broken(exported / MODEL_FILE)
+    parents = {"onnx": onnx_models, "student": student, "teacher": teacher, "corpus": corpus}
     with artifact.write(out, "int8", key=key, section=config.model_dump(), parents=parents) as draft:
         threads, read = available_cores(), partial(_encoded, corpus, task, max_tokens, out.parent / ENCODED)
-        source, encoded = student, read(student)
-        validation = encoded["validation"]
+        source, encoded = exported, read(exported)
+        train, validation, kept_W = encoded["train"], encoded["validation"], None
         if config.trim_vocabulary:
-            source, draft.metrics["vocabulary"] = _trimmed(config, student, encoded["train"], draft.path)
+            tokenizer = load_tokenizer(exported)
+            kept_W = used_pieces(tokenizer, train, config.vocabulary_texts)
+            source = trimmed(exported, kept_W, draft.path / "trimmed")
+            draft.metrics["vocabulary"] = {"pieces": len(kept_W), "pieces_before": len(tokenizer)}
+            log.info("quantize keeps %d of %d word pieces", len(kept_W), len(tokenizer))
             encoded = read(source)
+        aware = AwareTraining(
+            task=task,
+            student=student.path,
+            teacher=teacher.path,
+            train=train,
+            validation=validation,
+            weight_bits=Host.of(config.target_cpu).weight_bits,
+            calibration_rows=config.calibration_rows,
+            seed=seed,
+        )
         told = teacher_logits(teacher, len(validation))
         search = Search(
             config=config,
             scorer=Scorer(
-                task, encoded["validation"], told, threads, fp32=student / MODEL_FILE, fp32_validation=validation
+                task, encoded["validation"], told, threads, fp32=exported / MODEL_FILE, fp32_validation=validation
             ),
-            fp32=student / MODEL_FILE,
+            fp32=exported / MODEL_FILE,
             source=source / MODEL_FILE,
             train=encoded["train"],
+            retrain=partial(retrained, aware, exported, kept_W, draft.path / "trained"),
             scratch=draft.path,
             threads=threads,
             seed=seed,
@@ -93,7 +109,7 @@ def quantize(
                 graph.unlink()
         draft.metrics.update(measure_splits(OnnxPredictor(model, threads=threads), task, encoded, draft.path))
         int8_NC = np.load(draft.path / "validation.logits.npy")
-        fp32_NC = predict(OnnxPredictor(student / MODEL_FILE, threads=threads), validation)
+        fp32_NC = predict(OnnxPredictor(exported / MODEL_FILE, threads=threads), validation)
         pairs = {"student fp32": fp32_NC, "teacher": told}
         draft.metrics.update(
             scheme=chosen,
@@ -110,10 +126,10 @@ def quantize(
         draft.metrics["size_bytes"] = model.stat().st_size
         draft.metrics["size_by_part"] = {
             name: onnx_graph.size_by_part(onnx.load(path))
-            for name, path in ((FP32, student / MODEL_FILE), ("int8", model))
+            for name, path in ((FP32, exported / MODEL_FILE), ("int8", model))
         }
         complete_folder(draft.path, source, task, draft.metrics, max_tokens)
-        if source != student:
+        if source != exported:
             shutil.rmtree(source)
     return Artifact.open(out, kind="int8")
 
@@ -124,14 +140,21 @@ def _encoded(corpus: Artifact, task: Task, max_tokens: int, cache: Path, student
     return {name: encode(corpus, name, tokenizer, max_tokens, cache=cache) for name in ("train", *task.held_out)}
 
 
-def _trimmed(config: QuantizeConfig, student: Path, train: Encoded, scratch: Path) -> tuple[Path, dict[str, Any]]:
-    """The student with fewer word pieces, and how many."""
-    tokenizer, folder = load_tokenizer(student), scratch / "trimmed"
+def trimmed(exported: Path, kept_W: Pieces, folder: Path) -> Path:
+    """Write the exported student with fewer word pieces; returns its folder."""
     shutil.rmtree(folder, ignore_errors=True)  # of a run that was interrupted
-    kept_W = used_pieces(tokenizer, train, config.vocabulary_texts)
-    trim(student, kept_W, folder)
-    log.info("quantize keeps %d of %d word pieces", len(kept_W), len(tokenizer))
-    return folder, {"pieces": len(kept_W), "pieces_before": len(tokenizer)}
+    trim(exported, kept_W, folder)
+    return folder
+
+
+def retrained(aware: AwareTraining, exported: Path, kept_W: Pieces | None, folder: Path) -> Path:
+    """Write the exported student once more, trained for INT8, with the same word pieces; returns its graph."""
+    shutil.rmtree(folder, ignore_errors=True)  # of a run that was interrupted
+    aware.write(exported, folder)
+    if kept_W is not None:
+        whole, folder = folder, trimmed(folder, kept_W, folder.with_name(f"{folder.name}-trimmed"))
+        shutil.rmtree(whole)
+    return folder / MODEL_FILE
 
 
 def refuse_broken(graph: Path) -> None:

@@ -25,11 +25,12 @@ from compressor.texts import read_texts
 
 ROWS_AT_ONCE = 1024
 
-Ids = NDArray[np.int64]
+Pieces = NDArray[np.int64]
+"""Ids of word pieces."""
 
 
-def used_pieces(tokenizer: Any, examples: Encoded, sources: Iterable[str], column: str = "text") -> Ids:
-    """Ids (W) to keep, in order: special ones, ASCII characters, and what the rows and the sources' texts use."""
+def used_pieces(tokenizer: Any, examples: Encoded, sources: Iterable[str], column: str = "text") -> Pieces:
+    """What to keep (W), in order: special ones, ASCII characters, and what the rows and the sources' texts use."""
     size = len(tokenizer)
     used_V = np.zeros(size, dtype=bool)
     used_V[tokenizer.all_special_ids] = True
@@ -45,7 +46,7 @@ def used_pieces(tokenizer: Any, examples: Encoded, sources: Iterable[str], colum
     return np.flatnonzero(used_V)
 
 
-def trim(student: Path, kept_W: Ids, out: Path) -> None:
+def trim(student: Path, kept_W: Pieces, out: Path) -> None:
     """Write the student in `student` (ONNX, configuration, tokenizer) to `out` with the pieces of these ids alone.
 
     Raises ModelError if its tokenizer is not WordPiece.
@@ -64,14 +65,14 @@ def trim(student: Path, kept_W: Ids, out: Path) -> None:
     trim_tokenizer(out, kept_W)
 
 
-def trim_table(model: Any, kept_W: Ids) -> None:
+def trim_table(model: Any, kept_W: Pieces) -> None:
     """Keep these rows of the table that `input_ids` are looked up in, in place."""
     name, table_VD = onnx_graph.word_embeddings(model)
     table = next(item for item in model.graph.initializer if item.name == name)
     table.CopyFrom(numpy_helper.from_array(table_VD[kept_W], name))
 
 
-def trim_tokenizer(folder: Path, kept_W: Ids) -> None:
+def trim_tokenizer(folder: Path, kept_W: Pieces) -> None:
     """Keep these pieces of the tokenizer saved in `folder`, with new ids in the old order, everywhere it names them."""
     file = folder / "tokenizer.json"
     rules = json.loads(file.read_text(encoding="utf-8"))

@@ -11,15 +11,16 @@ import onnx
 import pytest
 from onnx import TensorProto, numpy_helper
 
-from compressor import onnx_graph
+from compressor import onnx_export, onnx_graph
 from compressor.artifact import Artifact
 from compressor.checkpoints import load_classifier
 from compressor.config import ExportConfig
 from compressor.dataset import Inputs
 from compressor.errors import ConfigError, GateError, ModelError
 from compressor.evaluate import OnnxPredictor, TorchPredictor
+from compressor.onnx_export import export_onnx
 from compressor.stages import export as stage
-from compressor.stages.export import difference, export, export_onnx
+from compressor.stages.export import difference, export
 from compressor.triton_releases import format_for
 from tests import tiny
 from tests.conftest import Line
@@ -143,7 +144,7 @@ def test_a_bound_that_cannot_be_kept_fails_with_both_numbers(line: Line, tmp_pat
 
 def damaged(monkeypatch: pytest.MonkeyPatch, change: Any) -> None:
     """Let the exporter write graphs whose first product has other weights."""
-    write = stage._write_with_optimum
+    write = onnx_export._write_with_optimum
 
     def write_damaged(model: Any, path: Path) -> None:
         write(model, path)
@@ -155,7 +156,7 @@ def damaged(monkeypatch: pytest.MonkeyPatch, change: Any) -> None:
         weight.CopyFrom(numpy_helper.from_array(values, name))
         onnx.save(graph, path)
 
-    monkeypatch.setattr(stage, "_write_with_optimum", write_damaged)
+    monkeypatch.setattr(onnx_export, "_write_with_optimum", write_damaged)
 
 
 def test_a_weight_column_times_100_fails_the_parity_gate(

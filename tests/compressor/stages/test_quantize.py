@@ -90,7 +90,7 @@ def test_without_vnni_weights_get_7_bits_and_a_foreign_target_is_warned_of() -> 
         8,
     )
     assert Host("amx", "amx").warning() == ""
-    assert "timed on amx: the times are not those" in Host("avx2", "amx").warning()
+    assert "kind amx: times are not those of the target" in Host("avx2", "amx").warning()
     assert "products may saturate" in Host("amx", "avx2").warning()
 
 
@@ -108,11 +108,12 @@ def models(line: Line) -> Artifact:
     return Artifact.open(line.run / "6-export", kind="onnx")
 
 
-def run(config: QuantizeConfig, line: Line, models: Artifact, out: Path) -> Artifact:
+def run(config: QuantizeConfig, line: Line, models: Artifact, out: Path, student: Artifact | None = None) -> Artifact:
     return quantize(
         config,
         tiny.TASK,
         onnx_models=models,
+        student=student or Artifact.open(line.run / "5-distill-prediction", kind="student"),
         teacher=Artifact.open(line.run / "2-finetune", kind="teacher"),
         corpus=Artifact.open(line.run / "1-corpus", kind="examples"),
         max_tokens=tiny.MAX_TOKENS,
