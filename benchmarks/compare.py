@@ -3,167 +3,225 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks import report, served
+from benchmarks import baseline, cold, cost, report, served
 from benchmarks.local import (
+    BERT_BASE,
     FULL,
     QUICK,
+    REAL_TEXTS,
     STUDENT,
     TEACHER,
     THROUGHPUT_BATCH,
+    Wanted,
+    known_tokens,
     load_systems,
     measure_systems,
+    measurement_overhead,
+    read_test,
     test_logits,
     time_tokenizer,
+    validation_texts,
 )
-from benchmarks.report import Table, number, percentiles, ratio
-from benchmarks.runs import open_run
-from compressor.evaluate import METRIC_NAMES
+from benchmarks.peers import PEERS, check_peers
+from benchmarks.ratios import ONE_TEXT, Standing, find, ratios, standing_of, targets
+from benchmarks.runs import Run, forms_of, open_run
+from benchmarks.text_to_label import measure_texts
+from compressor.errors import GateError
+from compressor.evaluate import METRIC_NAMES, Logits, queries
+from compressor.report_answers import calibrations, disagreements
 
-THROUGHPUT = f"throughput_batch_{THROUGHPUT_BATCH}_texts_per_s"
-IN_PROCESS = (
-    "one process, token ids in, logits out (tokenizing is timed apart); systems take turns, each turn after a pause "
-    "and unmeasured calls; real texts are the validation texts at their own lengths, in a seeded order; a shape BxT is "
-    "B rows of T real tokens; throughput is batches of 32 real texts, padded to the longest, all texts over all time"
-)
-SERVED = (
-    "Triton on the same machine, text in, label out; closed loop over gRPC, one text per request, from one client "
-    "process with a thread per client, which shares the cores with the server; models take turns"
-)
+SCHEMA_VERSION = 1
+HEADLINE_SHAPE = "1x32"
+ALONE = (("p50", REAL_TEXTS), ("text to label p50", ONE_TEXT))
+"""Ratios to peers that the verdict tells: of one real text."""
+CONDITIONS = {
+    "in_process": "one process, token ids in, logits out (tokenizing is timed apart); systems take turns, each turn "
+    "after a pause and unmeasured calls; real texts are the validation texts at their own lengths, seeded; a "
+    f"shape BxT is B rows of T real tokens; throughput is batches of {THROUGHPUT_BATCH} real texts, padded to the "
+    "longest, all texts over all time",
+    "text_to_label": "one process, texts in, labels out, tokenizer included; the same texts in one order, in turns",
+    "start": "a new Python process for each; until its first answer; the files are in the system's cache, except for "
+    "the first start after a while",
+    "processor_time": "of all threads of the process; a library's threads that spin while they wait count as work",
+    "served": "Triton on the same machine, text in, label out; gRPC, one text per request, from one client process "
+    "which shares the cores with the server; models take turns. Closed loop: a thread per client, which sends when its "
+    "last request is answered. Open loop: requests at random moments planned in advance, waited for from the planned "
+    "moment",
+    "ratios": "geometric mean over the rounds with Student's t interval; the systems of a round were measured one "
+    "after the other",
+}
 
 
-def compare(
-    run_folder: Path, root: Path, *, url: str | None, threads: int, seed: int, quick: bool, command: str
-) -> dict[str, Any]:
+@dataclass(frozen=True, kw_only=True)
+class Question:
+    """What is compared, and how."""
+
+    run: Path
+    repository: Path
+    url: str | None
+    """host:port (gRPC) of a server that runs already; none = one is started on the repository."""
+    threads: int
+    seed: int
+    quick: bool
+    wanted: Wanted
+    rates_per_s: Sequence[float]
+    """Arrival rates of the open loop; none = shares of what each model answers at most."""
+    price_per_core_hour: float
+    """In any currency."""
+    baseline: Path | None
+    tolerance: float
+    command: str
+
+
+def compare(question: Question) -> dict[str, Any]:
     """Measure everything; the result is ready for `report.to_json`.
 
-    Raises CompressorError or ServingError if run, repository or server cannot be used.
+    Raises CompressorError or ServingError if run, repository, baseline, a peer or the server cannot be used.
     """
-    run = open_run(run_folder)
-    if url is None:
-        served.check_repository(run, root)
-    effort = QUICK if quick else FULL
+    before = None if question.baseline is None else baseline.read_baseline(question.baseline, SCHEMA_VERSION)
+    check_peers(question.wanted.peers)
+    run = open_run(question.run)
+    if question.url is None:
+        served.check_repository(run, question.repository)
+    effort = QUICK if question.quick else FULL
     result = {
         "benchmark": "compare",
+        "schema_version": SCHEMA_VERSION,
+        "verdict": "",
         "task": run.task.name,
         "metric": METRIC_NAMES[run.task.metric],
-        "run": str(run_folder),
-        "repository": None if url else str(root),
-        "url": url,
-        "quick": quick,
-        **report.context(command=command, seed=seed, threads=threads),
-        "conditions": {"in_process": IN_PROCESS, "served": SERVED},
+        "run": str(question.run),
+        "repository": None if question.url else str(question.repository),
+        "url": question.url,
+        "quick": question.quick,
+        "price_per_core_hour": question.price_per_core_hour,
+        **report.context(command=question.command, seed=question.seed, threads=question.threads),
+        "conditions": CONDITIONS,
+        "systems": _about(question.wanted),
     }
-    with tempfile.TemporaryDirectory() as scratch:
-        systems = load_systems(run, threads, Path(scratch))
-        logits = test_logits(systems)
-        result["in_process"] = measure_systems(systems, run.task, logits, effort, seed)
-        result["tokenizer"] = time_tokenizer(run, effort, seed)
-        del systems  # their threads and memory; the server gets the machine to itself
-    with served.server(root, url) as grpc_url:
-        result["served"] = served.measure_served(run, grpc_url, logits[STUDENT], effort, seed)
+    logits = _measure_in_process(run, question, result)
+    with served.server(question.repository, question.url) as running:
+        result["served"] = served.measure_served(
+            run, running, logits[STUDENT], effort, rates_per_s=question.rates_per_s, seed=question.seed
+        )
+        result["server"] = {"ready_s": running.ready_s, "uss_bytes": running.memory_bytes()}
     result["ratios"] = ratios(result)
+    result["targets"] = targets(result["ratios"], result["overhead"]["share"])
+    result["verdict"] = verdict(result)
+    if before is not None and question.baseline is not None:
+        found = baseline.against_baseline(result, before, file=question.baseline, tolerance=question.tolerance)
+        result["baseline"] = found
     return result
 
 
-def ratios(result: Mapping[str, Any]) -> dict[str, Any]:
-    """How many times the PyTorch teacher's figure the INT8 student's is, and the served teacher's the served student's.
+def _measure_in_process(run: Run, question: Question, result: dict[str, Any]) -> dict[str, Logits]:
+    """Add to `result` what needs no server; returns the test logits of each system."""
+    effort, seed, threads = QUICK if question.quick else FULL, question.seed, question.threads
+    with tempfile.TemporaryDirectory() as scratch:
+        systems = load_systems(run, threads, Path(scratch), question.wanted)
+        logits = test_logits(systems, effort)
+        result["in_process"] = measure_systems(
+            systems, run.task, logits, effort, vocabulary=known_tokens(run), seed=seed
+        )
+        result["overhead"] = measurement_overhead(result["in_process"], effort, seed)
+        result["tokenizer"] = time_tokenizer(run, effort, seed)
+        result["processor_time"] = cost.processor_seconds(
+            systems, effort, price_per_core_hour=question.price_per_core_hour, seed=seed
+        )
+        del systems  # their threads and memory; what follows gets the machine to itself
+    result["text_to_label"] = measure_texts(
+        run, logits[TEACHER], effort, peers=question.wanted.peers, threads=threads, seed=seed
+    )
+    loaded = [name for name in (*result["in_process"], *result["text_to_label"]) if name != BERT_BASE]
+    result["start"] = cost.measure_starts(
+        list(dict.fromkeys(loaded)),
+        forms_of(run),
+        queries(validation_texts(run))[0],
+        threads=threads,
+        starts=effort.starts,
+    )
+    test, label_N = read_test(run, effort)
+    chosen = {"teacher": logits[TEACHER], "int8": logits[STUDENT]}
+    texts = [" / ".join(row) for row in test]
+    result["disagreements"] = disagreements(run.task, texts, label_N, chosen)
+    result["calibration"] = calibrations(run.task, {TEACHER: logits[TEACHER], STUDENT: logits[STUDENT]}, label_N)
+    return logits
 
-    Latency and size: teacher / student. Throughput: student / teacher. So more is better everywhere.
-    """
-    teacher, student = result["in_process"][TEACHER], result["in_process"][STUDENT]
-    found: dict[str, Any] = {
-        "size": ratio(teacher["size_bytes"], student["size_bytes"]),
-        "p50": {
-            what: ratio(teacher["latency"][what]["p50_ms"], times["p50_ms"])
-            for what, times in student["latency"].items()
-        },
-        "throughput": ratio(student[THROUGHPUT], teacher[THROUGHPUT]),
+
+def _about(wanted: Wanted) -> dict[str, str]:
+    """What each system is."""
+    found = {
+        TEACHER: "the teacher in PyTorch, fp32",
+        "teacher_onnx": "the teacher in ONNX Runtime, fp32",
+        "student_fp32": "the student in ONNX Runtime, fp32",
+        STUDENT: "the student in ONNX Runtime, INT8: what is served",
     }
-    loads = [model["load"] for model in result["served"].values()]
-    if len(loads) == 2:
-        found["served"] = [
-            {
-                "concurrency": mine["concurrency"],
-                "p50": ratio(theirs["p50_ms"], mine["p50_ms"]),
-                "requests_per_s": ratio(mine["requests_per_s"], theirs["requests_per_s"]),
-            }
-            for mine, theirs in zip(*loads, strict=True)
-        ]
-    return found
+    if wanted.bert_base:
+        found[BERT_BASE] = "BERT-base in PyTorch, fp32, random weights: its speed and size only"
+    return found | {name: PEERS[name].about for name in wanted.peers} | {cold.ALONE: "Python, nothing loaded"}
+
+
+def verdict(result: Mapping[str, Any]) -> str:
+    """The comparison in a sentence."""
+    teacher, student = result["in_process"][TEACHER], result["in_process"][STUDENT]
+    ours, theirs = student["test"]["score"], teacher["test"]["score"]
+    shape = headline_shape(student)
+    speed = find(result["ratios"], "p50", shape, TEACHER)
+    size = teacher["size_bytes"] / student["size_bytes"]
+    assert speed is not None  # teacher and student are always measured
+    low, high = speed["interval_95"] or (speed["ratio"], speed["ratio"])
+    kept = f"keeps {100 * ours / theirs:.1f} % of" if theirs > 0 else "is compared with"
+    busy = "; other work kept the machine busy: do not publish these times" if result["machine_was_busy"] else ""
+    quick = "; a quick look, not a measurement" if result["quick"] else ""
+    tail = f"{_against_peers(result)}{quick}{busy}"
+    return (
+        f"The INT8 student {kept} the teacher's test {result['metric']} ({100 * ours:.1f} against {100 * theirs:.1f}), "
+        f"is {size:.1f} times smaller, and answers {shape.replace('x', ' x ')} tokens {speed['ratio']:.1f} times "
+        f"faster (95 % interval {low:.1f} to {high:.1f}) than the teacher in PyTorch{tail}."
+    )
+
+
+def headline_shape(system: Mapping[str, Any]) -> str:
+    """The shape that verdict and plots speak of."""
+    shapes = [what for what in system["latency"] if what != REAL_TEXTS]
+    return HEADLINE_SHAPE if HEADLINE_SHAPE in shapes else shapes[0]
+
+
+def _against_peers(result: Mapping[str, Any]) -> str:
+    """The tail of the verdict: how the student stands to each peer on one text."""
+    rows = [row for row in result["ratios"] if row["than"] in PEERS and (row["figure"], row["where"]) in ALONE]
+    if not rows:
+        return ""
+    said = {
+        Standing.AHEAD: "it is faster than",
+        Standing.OPEN: "the rounds cannot tell it from",
+        Standing.BEHIND: "it is slower than",
+    }
+    parts = []
+    for standing, words in said.items():
+        names = [f"{row['than']} ({row['ratio']:.2g} times)" for row in rows if standing_of(row) is standing]
+        parts += [f"{words} {', '.join(names)}"] if names else []
+    return f"; on one text {'; '.join(parts)}"
 
 
 def failures(result: Mapping[str, Any]) -> int:
     """Requests that failed under load, all models together."""
-    return sum(row["failures"] for model in result["served"].values() for row in model["load"])
+    rows = [row for model in result["served"].values() for row in (*model["load"], *model["open_loop"])]
+    return sum(row["failures"] for row in rows)
 
 
-def tables(result: Mapping[str, Any]) -> list[Table]:
-    """The result for people."""
-    systems = result["in_process"]
-    shapes = list(systems[TEACHER]["latency"])
-    latency = [
-        [
-            name.replace("_", " "),
-            *(percentiles(facts["latency"][shape]) for shape in shapes),
-            number(facts[THROUGHPUT], 1),
-        ]
-        for name, facts in systems.items()
+def check_targets(result: Mapping[str, Any]) -> None:
+    """Raise GateError for each target that a full measurement misses."""
+    missed = [
+        f"{row['target']} is {row['value']:.2f}, the target is {row['rule']} {row['bound']:g}"
+        for row in result["targets"]
+        if not row["is_met"]
     ]
-    latency.append(["tokenizer alone", percentiles(result["tokenizer"]), *("" for _ in shapes)])
-    loads = [
-        [name, str(row["concurrency"]), percentiles(row), number(row["requests_per_s"], 1), str(row["failures"])]
-        for name, facts in result["served"].items()
-        for row in facts["load"]
-    ]
-    header = ["system", *(shape.replace("_", " ") for shape in shapes), f"texts/s, batches of {THROUGHPUT_BATCH}"]
-    return [
-        _quality_table(result),
-        Table("In process, p50 / p95 / p99 in ms", header, latency),
-        Table("Served, gRPC", ["model", "clients", "p50 / p95 / p99 ms", "requests/s", "failures"], loads),
-        _ratio_table(result["ratios"]),
-    ]
-
-
-def _quality_table(result: Mapping[str, Any]) -> Table:
-    rows = []
-    facts: Mapping[str, Any]
-    for name, facts in result["in_process"].items():
-        rows.append([name.replace("_", " "), *_quality(facts["test"]), number(facts["size_bytes"] / 1e6, 1)])
-    for name, facts in result["served"].items():
-        rows.append([f"{name} served", *_quality(facts["test"]), report.MISSING])
-    header = [
-        "system",
-        f"test {result['metric']} x 100",
-        "95 % interval",
-        "rows",
-        "agrees with teacher %",
-        "McNemar p",
-        "file MB",
-    ]
-    return Table("Quality on the test rows, and size", header, rows)
-
-
-def _quality(test: Mapping[str, Any]) -> list[str]:
-    low, high = test["interval_95"]
-    against = test.get("against_teacher")
-    return [
-        number(100 * test["score"]),
-        f"{100 * low:.2f} to {100 * high:.2f}",
-        str(test["rows"]),
-        number(100 * against["agreement"]) if against else report.MISSING,
-        f"{against['p_value']:.3g}" if against and "p_value" in against else report.MISSING,
-    ]
-
-
-def _ratio_table(found: Mapping[str, Any]) -> Table:
-    rows = [[f"p50, {what.replace('_', ' ')}", number(value, 1)] for what, value in found["p50"].items()]
-    rows.append(["throughput", number(found["throughput"], 1)])
-    rows.append(["file size", number(found["size"], 1)])
-    for row in found.get("served", []):
-        rows.append([f"served p50, {row['concurrency']} clients", number(row["p50"], 1)])
-        rows.append([f"served requests/s, {row['concurrency']} clients", number(row["requests_per_s"], 1)])
-    return Table("How many times better the INT8 student is than the teacher", ["figure", "times"], rows)
+    if missed and not result["quick"]:
+        busy = " (the machine was busy with other work)" if result["machine_was_busy"] else ""
+        raise GateError(f"targets missed{busy}: {'; '.join(missed)}")

@@ -33,6 +33,7 @@ TASK = TASKS["mnli"]
 RANKS = 2
 BATCH_SIZE = 32
 MAX_TOKENS = 128
+ROWS, QUICK_ROWS = 7_800_000, 20_000  # MNLI's, augmented; and of a smoke check
 SHARES = (100, 10, 1)  # the same with a hundredth and a tenth of the rows shows what grows with them
 # Premises are cut to a log-normal number of words: with RTE's sentences, pairs of 39 tokens on average.
 PREMISE_WORDS = 20.0

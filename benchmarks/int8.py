@@ -30,8 +30,8 @@ from compressor.dataset import encode
 from compressor.errors import GateError
 from compressor.evaluate import MODEL_FILE, OnnxPredictor
 from compressor.latency import SETTLE_S, WARMUP_CALLS, shaped_call, summary, time_in_turns
+from compressor.onnx_export import export_onnx
 from compressor.onnx_graph import constants, remove_unused, word_embeddings
-from compressor.stages.export import export_onnx
 from compressor.stages.quantize.scoring import Scorer
 from compressor.stages.quantize.stage import teacher_logits
 

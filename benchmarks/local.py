@@ -7,128 +7,243 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from benchmarks.runs import Run
+from benchmarks.peers import token_peers
+from benchmarks.runs import Run, forms_of
 from compressor.dataset import Encoded, encode, read_examples, texts_of
-from compressor.evaluate import MODEL_FILE, Logits, OnnxPredictor, Predictor, TorchPredictor, measure, paired, predict
+from compressor.evaluate import (
+    MODEL_FILE,
+    Labels,
+    Logits,
+    OnnxPredictor,
+    Predictor,
+    TorchPredictor,
+    measure,
+    paired,
+)
 from compressor.latency import Call, shaped_call, summary, time_in_turns
 from compressor.tasks import Task
 
-TEACHER, STUDENT = "teacher_pytorch", "student_int8"
-SHAPES = ((1, 32), (8, 32), (32, 32))  # batch, tokens
+TEACHER, STUDENT, BERT_BASE = "teacher_pytorch", "student_int8", "bert_base_pytorch"
 THROUGHPUT_BATCH = 32
+TEST_BATCH = 64
+THROUGHPUT = f"throughput_batch_{THROUGHPUT_BATCH}_texts_per_s"
+REAL_TEXTS = "real_texts_batch_1"
+_SEEDS = 1000  # a round's order comes from its own seed; one benchmark has fewer rounds than this
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Effort:
-    """How long to measure."""
+    """How long to measure, and how much."""
 
     rounds: int
-    """Turns that each system gets, in process."""
+    """Turns that each system gets, in process; a ratio is taken in each round."""
     turn_s: float
     """Seconds of one turn, in process."""
     served_rounds: int
-    """Turns that each served model gets at each concurrency."""
+    """Turns that each served model gets at each concurrency and each rate."""
     served_turn_s: float
     """Seconds of one turn, served."""
+    shapes: tuple[tuple[int, int], ...] = tuple(itertools.product((1, 8, 32), (8, 32, 128)))
+    """Batch and tokens of the calls, in process."""
+    concurrency: tuple[int, ...] = (1, 4, 16, 64)
+    """Clients of the closed loop."""
+    load_shares: tuple[float, ...] = (0.3, 0.6, 0.9)
+    """Arrival rates of the open loop, as shares of the most that a model answered in the closed loop."""
+    test_rows: int | None = None
+    """How many test rows are answered, from the first on; None = all."""
+    starts: int = 3
+    """Processes that are started to measure one system's start and memory."""
 
     def time(self, calls: Mapping[str, Call], seed: int) -> dict[str, list[float]]:
         """Raw times in ms of each call."""
-        return time_in_turns(calls, rounds=self.rounds, turn_s=self.turn_s, seed=seed)
+        return {name: list(itertools.chain(*rounds)) for name, rounds in self.time_rounds(calls, seed).items()}
+
+    def time_rounds(self, calls: Mapping[str, Call], seed: int) -> dict[str, list[list[float]]]:
+        """Raw times in ms of each call, round by round; in a round each call gets one turn, in an order of its own."""
+        found: dict[str, list[list[float]]] = {name: [] for name in calls}
+        for number in range(self.rounds):
+            turn = time_in_turns(calls, rounds=1, turn_s=self.turn_s, seed=_SEEDS * seed + number)
+            for name, times_ms in turn.items():
+                found[name].append(times_ms)
+        return found
 
 
-FULL = Effort(rounds=10, turn_s=0.5, served_rounds=4, served_turn_s=4.0)
-QUICK = Effort(rounds=3, turn_s=0.3, served_rounds=2, served_turn_s=1.0)
+FULL = Effort(rounds=8, turn_s=0.4, served_rounds=4, served_turn_s=4.0)
+QUICK = Effort(
+    rounds=3,
+    turn_s=0.15,
+    served_rounds=2,
+    served_turn_s=1.0,
+    shapes=((1, 32), (8, 32)),
+    concurrency=(1, 8),
+    load_shares=(0.5,),
+    test_rows=200,
+    starts=1,
+)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class System:
     """One form of the classifier, loaded."""
 
     predictor: Predictor
-    file: Path
-    """Its weights."""
+    size_bytes: int
+    """Of its weights."""
     encoded: Mapping[str, Encoded]
     """Validation and test, through its own tokenizer."""
-    vocabulary: int
-    """Tokens that every system timed beside it knows."""
+    is_trained: bool = True
+    """Whether its answers mean anything."""
 
 
-def load_systems(run: Run, threads: int, scratch: Path) -> dict[str, System]:
-    """Teacher and student in every form, each with `threads` threads; `scratch` takes the encoded texts."""
+@dataclass(frozen=True, kw_only=True)
+class Wanted:
+    """What is measured besides teacher and student."""
+
+    bert_base: bool = False
+    """BERT-base in PyTorch with random weights: latency needs no training."""
+    peers: Sequence[str] = ()
+    """Names of `peers.PEERS`."""
+
+
+def load_systems(run: Run, threads: int, scratch: Path, wanted: Wanted) -> dict[str, System]:
+    """Teacher and student in every form and what is wanted beside them, each with `threads` threads.
+
+    `scratch` takes the encoded texts.
+    """
     import torch
 
     from compressor.checkpoints import load_classifier, load_tokenizer
 
     torch.set_num_threads(threads)
 
-    tokenizers = {folder: load_tokenizer(folder) for folder in (run.teacher.path, run.int8.path)}
-
     def encoded(folder: Path) -> dict[str, Encoded]:
+        tokenizer = load_tokenizer(folder)
         return {
-            split: encode(run.corpus, split, tokenizers[folder], run.max_tokens, cache=scratch)
+            split: encode(run.corpus, split, tokenizer, run.max_tokens, cache=scratch)
             for split in ("validation", "test")
         }
 
-    teacher, student = encoded(run.teacher.path), encoded(run.int8.path)
-    # Teacher and student share their vocabulary; the shapes are timed on ids that both know.
-    vocabulary = min(len(tokenizer) for tokenizer in tokenizers.values())
+    teacher, int8 = encoded(run.teacher.path), encoded(run.int8.path)
+    student = encoded(run.onnx.path / "student")  # of INT8 the vocabulary may be smaller
 
     def onnx(file: Path, texts: Mapping[str, Encoded]) -> System:
-        return System(OnnxPredictor(file, threads=threads), file, texts, vocabulary)
+        predictor = OnnxPredictor(file, threads=threads)
+        return System(predictor=predictor, size_bytes=file.stat().st_size, encoded=texts)
 
-    model = TorchPredictor(load_classifier(run.teacher.path, run.task))
-    return {
-        TEACHER: System(model, run.teacher.path / "model.safetensors", teacher, vocabulary),
+    found = {
+        TEACHER: System(
+            predictor=TorchPredictor(load_classifier(run.teacher.path, run.task)),
+            size_bytes=(run.teacher.path / "model.safetensors").stat().st_size,
+            encoded=teacher,
+        ),
         "teacher_onnx": onnx(run.onnx.path / "teacher" / MODEL_FILE, teacher),
         "student_fp32": onnx(run.onnx.path / "student" / MODEL_FILE, student),
-        STUDENT: onnx(run.int8.path / MODEL_FILE, student),
+        STUDENT: onnx(run.int8.path / MODEL_FILE, int8),
     }
+    if wanted.bert_base:
+        found[BERT_BASE] = bert_base(run.task, student)
+    forms = forms_of(run)
+    for name, peer in token_peers(wanted.peers).items():
+        log.info("in process: %s ...", peer.about)
+        predictor, size_bytes = peer.open(forms, threads)
+        texts = int8 if peer.reads_int8 else student
+        found[name] = System(predictor=predictor, size_bytes=size_bytes, encoded=texts)
+    return found
+
+
+def bert_base(task: Task, encoded: Mapping[str, Encoded]) -> System:
+    """BERT-base in PyTorch fp32 with random weights; its size is 4 bytes for each parameter."""
+    import torch
+    from transformers import BertConfig, BertForSequenceClassification
+
+    torch.manual_seed(0)
+    # The library's defaults are bert-base-uncased: 12 layers of 768, 12 heads, 30,522 words.
+    model = BertForSequenceClassification(BertConfig(num_labels=task.outputs))
+    size_bytes = 4 * model.num_parameters()
+    return System(predictor=TorchPredictor(model), size_bytes=size_bytes, encoded=encoded, is_trained=False)
+
+
+def known_tokens(run: Run) -> int:
+    """Tokens that every system knows: shapes are timed on random ids below this number."""
+    from compressor.checkpoints import load_tokenizer
+
+    return min(len(load_tokenizer(folder)) for folder in (run.teacher.path, run.int8.path))
 
 
 def measure_systems(
-    systems: Mapping[str, System], task: Task, logits: Mapping[str, Logits], effort: Effort, seed: int
+    systems: Mapping[str, System],
+    task: Task,
+    logits: Mapping[str, Logits],
+    effort: Effort,
+    *,
+    vocabulary: int,
+    seed: int,
 ) -> dict[str, dict[str, Any]]:
     """By system: size, the task's metric on the test rows (from `logits`), latency and throughput."""
-    latency = {"real_texts_batch_1": _real_calls(systems, 1, seed)}
-    for batch, tokens in SHAPES:
+    latency = {REAL_TEXTS: real_calls(systems, 1, seed)}
+    for batch, tokens in effort.shapes:
         latency[f"{batch}x{tokens}"] = {
-            name: shaped_call(system.predictor, batch, tokens, system.vocabulary) for name, system in systems.items()
+            name: shaped_call(system.predictor, batch, tokens, vocabulary) for name, system in systems.items()
         }
-    times: dict[str, dict[str, list[float]]] = {}
+    times: dict[str, dict[str, list[list[float]]]] = {}
     for what, calls in latency.items():
         log.info("in process: %s ...", what)
-        times[what] = effort.time(calls, seed)
+        times[what] = effort.time_rounds(calls, seed)
     log.info("in process: throughput ...")
-    batches = effort.time(_real_calls(systems, THROUGHPUT_BATCH, seed), seed)
-    teacher = systems[TEACHER]
-    return {
-        name: {
-            "size_bytes": system.file.stat().st_size,
-            "test": {
-                **measure(task, logits[name], system.encoded["test"].label_N),
-                "against_teacher": None
-                if system is teacher
-                else paired(task, logits[TEACHER], logits[name], teacher.encoded["test"].label_N),
-            },
-            "latency": {what: summary(times[what][name]) for what in times},
-            f"throughput_batch_{THROUGHPUT_BATCH}_texts_per_s": throughput(batches[name], THROUGHPUT_BATCH),
+    batches = effort.time_rounds(real_calls(systems, THROUGHPUT_BATCH, seed), seed)
+    label_N = systems[TEACHER].encoded["test"].label_N[: effort.test_rows]
+    found: dict[str, dict[str, Any]] = {}
+    for name, system in systems.items():
+        found[name] = {
+            "size_bytes": system.size_bytes,
+            "test": None,
+            "latency": {what: rounds_summary(times[what][name]) for what in times},
+            THROUGHPUT: throughput(list(itertools.chain(*batches[name])), THROUGHPUT_BATCH),
+            "throughput_by_round_texts_per_s": [throughput(turn, THROUGHPUT_BATCH) for turn in batches[name]],
         }
-        for name, system in systems.items()
-    }
+        if system.is_trained:
+            against = None if name == TEACHER else paired(task, logits[TEACHER], logits[name], label_N)
+            found[name]["test"] = {**measure(task, logits[name], label_N), "against_teacher": against}
+    return found
 
 
-def test_logits(systems: Mapping[str, System]) -> dict[str, Logits]:
-    """Logits (N, C) of each system on the test rows."""
-    return {name: predict(system.predictor, system.encoded["test"]) for name, system in systems.items()}
+def rounds_summary(times_ms: Sequence[Sequence[float]]) -> dict[str, Any]:
+    """Percentiles over all calls, and the p50 of each round."""
+    found: dict[str, Any] = dict(summary(list(itertools.chain(*times_ms))))
+    return {**found, "p50_by_round_ms": [float(np.median(turn)) for turn in times_ms]}
+
+
+def test_logits(systems: Mapping[str, System], effort: Effort) -> dict[str, Logits]:
+    """Logits (N, C) of each trained system on the test rows."""
+    found = {}
+    for name, system in systems.items():
+        if system.is_trained:
+            log.info("in process: %s answers the test texts ...", name)
+            found[name] = _first_logits(system, effort.test_rows or len(system.encoded["test"]))
+    return found
+
+
+def _first_logits(system: System, rows: int) -> Logits:
+    texts = system.encoded["test"]
+    batches = texts.batches_by_length(TEST_BATCH, np.arange(min(rows, len(texts))))
+    answered = [(batch.row_B, system.predictor(batch.inputs)) for batch in batches]
+    order_N = np.concatenate([row_B for row_B, _ in answered]).argsort()
+    return np.asarray(np.concatenate([logits_BC for _, logits_BC in answered])[order_N])
+
+
+def read_test(run: Run, effort: Effort) -> tuple[list[tuple[str, ...]], Labels]:
+    """Texts and labels (N,) of the test rows that are answered."""
+    test = read_examples(run.corpus.path / "test.arrow")
+    return texts_of(test)[: effort.test_rows], np.array(test["label"])[: effort.test_rows]
 
 
 def throughput(times_ms: list[float], batch: int) -> float:
@@ -146,12 +261,19 @@ def time_tokenizer(run: Run, effort: Effort, seed: int) -> dict[str, Any]:
     return summary(effort.time({"tokenizer": lambda: tokenizer.encode(*texts[next(order)])}, seed)["tokenizer"])
 
 
+def measurement_overhead(systems: Mapping[str, Mapping[str, Any]], effort: Effort, seed: int) -> dict[str, Any]:
+    """What an empty call takes, timed the same way, and its share of the fastest p50 that was measured."""
+    empty_ms = float(np.median(effort.time({"empty": lambda: None}, seed)["empty"]))
+    fastest = min(times["p50_ms"] for system in systems.values() for times in system["latency"].values())
+    return {"empty_call_p50_ms": empty_ms, "fastest_p50_ms": fastest, "share": empty_ms / fastest}
+
+
 def validation_texts(run: Run) -> list[tuple[str, ...]]:
     """The validation texts as they were read: one or two of each row."""
     return texts_of(read_examples(run.corpus.path / "validation.arrow"))
 
 
-def _real_calls(systems: Mapping[str, System], batch: int, seed: int) -> dict[str, Call]:
+def real_calls(systems: Mapping[str, System], batch: int, seed: int) -> dict[str, Call]:
     """A call of each system on the next `batch` validation texts, in one seeded order, padded to the longest."""
 
     def call(system: System) -> Call:

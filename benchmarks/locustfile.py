@@ -4,8 +4,16 @@
     locust -f benchmarks/locustfile.py --headless -u 16 -t 30s --protocol grpc       # gRPC on 127.0.0.1:8001
     locust -f benchmarks/locustfile.py --headless -u 16 -t 30s --host 10.0.0.5:8000 --raw raw.csv --summary load.json
 
-Closed loop: each user sends its next request when the last one is answered. Locust's own statistics round times; the
-percentiles printed at the end, `--raw` and `--summary` are of the unrounded times. Naming a class (`GrpcClassifier`)
+Closed loop: each user sends its next request when the last one is answered. `--rate` makes each user send at most that
+many requests a second, and `--step-users` lets users come in steps until there are as many as `-u` says:
+
+    locust -f benchmarks/locustfile.py --headless -u 8 -t 30s --rate 5               # 40 requests a second
+    locust -f benchmarks/locustfile.py --headless -u 16 --step-users 4 --step-seconds 20
+    locust -f benchmarks/locustfile.py --headless -u 16 -t 30s --processes 2         # two processes send
+
+A user that waits for a late answer does not catch up: for waits from planned moments, see `python -m benchmarks
+compare`. Locust's own statistics round times; the percentiles printed at the end, `--raw` and `--summary` are of the
+unrounded times. Naming a class (`GrpcClassifier`)
 does what `--protocol` does; naming both mixes them. A request that is refused, or answered with something that cannot
 be an answer, is a failure, and any failure makes the exit code 1.
 """
@@ -13,7 +21,7 @@ be an answer, is a failure, and any failure makes the exit code 1.
 # locust comes first: it patches the sockets and threads that the client uses.
 # isort: off
 import locust
-from locust import User, constant, events, task
+from locust import LoadTestShape, User, constant, constant_throughput, events, task
 from locust.env import Environment
 from locust.runners import MasterRunner, WorkerRunner
 
@@ -69,6 +77,11 @@ def add_arguments(parser: Any) -> None:
     add("--model", default="sst2", help="Served model that takes texts, like sst2 or sst2_teacher")
     add("--batch", type=_positive, default=1, help="Texts per request. Default 1")
     add("--seed", type=int, default=0, help="Decides the order of texts of each user. Default 0")
+    add("--rate", type=_not_negative, default=0.0, help="Requests a second of each user at most; 0: without a pause")
+    step = "Users of each step, which come together, up to -u in all; 0: no steps"
+    add("--step-users", type=int, default=0, help=step, include_in_web_ui=False)
+    length = "How long a step lasts. Default 30"
+    add("--step-seconds", type=_not_negative, default=30.0, help=length, include_in_web_ui=False)
     # Files are the business of who starts locust, not of who opens its page.
     texts = (
         "Texts to send: .arrow or .jsonl with 'text' in each row, and 'text_b' for pairs; .tsv with a pair a line; "
@@ -83,6 +96,13 @@ def _positive(value: str) -> int:
     if not value.isdecimal() or int(value) < 1:
         raise argparse.ArgumentTypeError(f"{value!r} must be a whole number of at least 1")
     return int(value)
+
+
+def _not_negative(value: str) -> float:
+    number = float(value)
+    if not 0 <= number < math.inf:
+        raise argparse.ArgumentTypeError(f"{value!r} must be a number of at least 0")
+    return number
 
 
 class Recorder:
@@ -163,9 +183,12 @@ class Recorder:
                 "locust": locust.__version__,
                 "users": self._options.num_users,
                 "seed": self._options.seed,
+                "rate_per_s_of_each_user": self._options.rate or None,
                 "texts": self._options.texts,
                 "requests": summaries,
             }
+            if isinstance(self._environment.shape_class, Steps):
+                facts["steps"] = self._environment.shape_class.summarize(self._samples)
             Path(self._options.summary).write_text(
                 json.dumps(facts, indent=1, allow_nan=False) + "\n", encoding="utf-8"
             )
@@ -247,11 +270,39 @@ def check_answers(answers: Sequence[Answer], labels: Sequence[str], count: int) 
             )
 
 
+class Steps(LoadTestShape):
+    """Users that come in steps; after the last step the run ends."""
+
+    abstract = True  # locust must not take it by itself: `prepare` does, if steps are asked for
+
+    def __init__(self, options: Any) -> None:
+        cast(Any, super()).__init__()  # no type hints
+        self._options = options
+        self._begins_s: list[float] = []
+
+    def tick(self) -> tuple[int, float] | None:
+        """How many users there are to be now, and how many of them come in a second; None: the end."""
+        number = int(cast(Any, self).get_run_time() // self._options.step_seconds)
+        if number * self._options.step_users >= self._options.num_users:
+            return None
+        if number == len(self._begins_s):
+            self._begins_s.append(time.time())
+        return min((number + 1) * self._options.step_users, self._options.num_users), self._options.step_users
+
+    def summarize(self, samples: Sequence[Sample]) -> list[dict[str, Any]]:
+        """By step: how many users there were, and the figures of the requests that were sent meanwhile."""
+        found = []
+        for number, (begin_s, end_s) in enumerate(itertools.pairwise([*self._begins_s, math.inf])):
+            users = min((number + 1) * self._options.step_users, self._options.num_users)
+            mine = [sample for sample in samples if begin_s <= sample.start_s < end_s]
+            found.append({"users": users, "requests": summarize(mine)})
+        return found
+
+
 class ClassifierUser(User):
     """Sends real texts, one request after the other."""
 
     abstract = True
-    wait_time = constant(0)
     protocol: Protocol
     recorder: Recorder
     """Of the run; set when locust starts."""
@@ -263,12 +314,17 @@ class ClassifierUser(User):
         self.recorder.next_user().shuffle(texts)
         self._texts = itertools.cycle(texts)
         self._batch = options.batch
+        self._pause = constant_throughput(options.rate) if options.rate else constant(0)
         self._name = f"{options.model} x{options.batch}"
         self._server = self.recorder.connect(self.protocol)
         try:
             self._server.classify([next(self._texts) for _ in range(self._batch)])
         except ServingError as error:
             log.warning("warm-up request failed: %s", error)
+
+    def wait_time(self) -> float:
+        """Seconds until the next request, none in a closed loop."""
+        return float(self._pause(self))
 
     def on_stop(self) -> None:
         """Disconnect."""
@@ -328,6 +384,11 @@ def prepare(environment: Environment, **_: Any) -> None:
         recorder = Recorder(environment)
     except (OSError, ValueError, KeyError, TypeError) as error:
         _leave(f"--texts {options.texts}, --raw or --summary cannot be used: {error}")
+    if options.step_users:
+        if options.step_users < 0 or not options.step_seconds:
+            _leave(f"--step-users {options.step_users} and --step-seconds {options.step_seconds:g} must be above 0")
+        environment.shape_class = Steps(options)
+        environment.shape_class.runner = environment.runner
     ClassifierUser.recorder = recorder
     recorder.listen()
     if options.headless and not isinstance(environment.runner, MasterRunner):

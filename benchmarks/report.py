@@ -38,7 +38,8 @@ class Table:
     def markdown(self) -> str:
         """As GitHub renders it."""
         rule = ["---", *("---:" for _ in self.header[1:])]
-        lines = [f"| {' | '.join(line)} |" for line in (self.header, rule, *self.rows)]
+        cells = ([cell.replace("|", "\\|") for cell in line] for line in (self.header, rule, *self.rows))
+        lines = [f"| {' | '.join(line)} |" for line in cells]
         return "\n".join([f"## {self.title}", "", *lines])
 
 
@@ -100,13 +101,18 @@ def _finite(value: Any) -> Any:
             return value
 
 
-def write(out: Path, name: str, result: Mapping[str, Any], tables: Sequence[Table]) -> None:
-    """Write `<name>.json` and `<name>.md` into the folder `out`. Raises ArtifactError if the disk refuses."""
+def write(out: Path, name: str, result: Mapping[str, Any], tables: Sequence[Table], html: str | None = None) -> None:
+    """Write `<name>.json` and `<name>.md`, and a page if there is one, into the folder `out`.
+
+    Raises ArtifactError if the disk refuses.
+    """
     lines = headline(result).splitlines()
-    page = "\n\n".join([f"# {name}", f"`{lines[0]}`", *lines[1:], *(table.markdown() for table in tables)])
+    verdict = [result["verdict"]] if "verdict" in result else []
+    page = "\n\n".join([f"# {name}", *verdict, f"`{lines[0]}`", *lines[1:], *(table.markdown() for table in tables)])
+    texts = {".json": to_json(result), ".md": page} | ({} if html is None else {".html": html})
     try:
         out.mkdir(parents=True, exist_ok=True)
-        for suffix, text in ((".json", to_json(result)), (".md", page)):
+        for suffix, text in texts.items():
             partial = out / f".{name}{suffix}.new"
             partial.write_text(text + "\n", encoding="utf-8")
             partial.replace(out / f"{name}{suffix}")

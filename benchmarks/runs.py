@@ -6,11 +6,13 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
+from benchmarks.forms import Forms
 from compressor import artifact
 from compressor.artifact import Artifact
 from compressor.config import BuildConfig
 from compressor.dataset import task_of
 from compressor.errors import ArtifactError
+from compressor.evaluate import MODEL_FILE
 from compressor.pipeline import RUN_FILE
 from compressor.tasks import Task
 
@@ -32,6 +34,23 @@ class Run:
     int8: Artifact
     publication: Artifact | None
     """None if the build was not published."""
+
+
+def forms_of(run: Run) -> Forms:
+    """Where each form of the run's classifier is."""
+    from compressor.checkpoints import load_tokenizer
+
+    return Forms(
+        teacher=run.teacher.path.absolute(),
+        student=run.student.path.absolute(),
+        teacher_onnx=(run.onnx.path / "teacher" / MODEL_FILE).absolute(),
+        student_onnx=(run.onnx.path / "student" / MODEL_FILE).absolute(),
+        int8=run.int8.path.absolute(),
+        labels=run.task.labels,
+        is_pair=run.task.is_pair,
+        max_tokens=run.max_tokens,
+        pad_id=load_tokenizer(run.int8.path).pad_token_id,
+    )
 
 
 def read_config(path: Path) -> BuildConfig:

@@ -5,23 +5,26 @@ Shape legend: N rows, C classes.
 
 from __future__ import annotations
 
+import itertools
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
+from dataclasses import dataclass
 from multiprocessing import get_context
 from pathlib import Path
+from time import perf_counter
 from typing import Any
 
 import numpy as np
+import psutil
 
 from benchmarks.load import Answered, Load, closed_loop
-from benchmarks.local import Effort, validation_texts
+from benchmarks.local import Effort, read_test, rounds_summary, validation_texts
+from benchmarks.open_loop import Arrivals, Arrived, open_loop
 from benchmarks.runs import Run
-from compressor.dataset import read_examples, texts_of
 from compressor.errors import ArtifactError
 from compressor.evaluate import Logits, measure, paired, queries, served_logits
-from compressor.latency import summary
 from compressor.stages.publish import is_published
 from compressor.tasks import Task
 from serving import repository
@@ -29,11 +32,36 @@ from serving.client import Client
 from serving.errors import ModelError, ServingError
 from serving.runtime import TritonServer, free_port
 
-CONCURRENCY = (1, 4, 16)
-
 log = logging.getLogger(__name__)
 Query = str | tuple[str, str]
 Send = Callable[[Load, Sequence[Query]], Answered]
+SendPlanned = Callable[[Arrivals, Sequence[Query]], Arrived]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Server:
+    """A running server."""
+
+    url: str
+    """host:port of gRPC."""
+    ready_s: float | None = None
+    """From its start until it was ready; None if it ran already."""
+    pid: int | None = None
+    """Of the parent of its processes, if it was started here."""
+
+    def processor_s(self) -> float | None:
+        """Processor time in seconds of all its processes so far."""
+        if self.pid is None:
+            return None
+        parent = psutil.Process(self.pid)
+        return float(sum(sum(each.cpu_times()[:2]) for each in (parent, *parent.children(recursive=True))))
+
+    def memory_bytes(self) -> int | None:
+        """Memory that its processes have for themselves alone."""
+        if self.pid is None:
+            return None
+        parent = psutil.Process(self.pid)
+        return int(sum(each.memory_full_info().uss for each in (parent, *parent.children(recursive=True))))
 
 
 def check_repository(run: Run, root: Path) -> None:
@@ -48,43 +76,60 @@ def check_repository(run: Run, root: Path) -> None:
 
 
 @contextmanager
-def server(root: Path, url: str | None) -> Iterator[str]:
-    """host:port of gRPC: of the running server `url`, or of one started on `root` for as long as the block runs."""
+def server(root: Path, url: str | None) -> Iterator[Server]:
+    """The running server `url`, or one started on `root` for as long as the block runs."""
     if url is not None:
-        yield url
+        yield Server(url=url)
         return
     log.info("served: starting Triton on %s ...", root)
+    began = perf_counter()
     with TritonServer(root, http_port=free_port(), grpc_port=free_port(), metrics_port=free_port()) as triton:
-        yield triton.grpc_url
+        yield Server(url=triton.grpc_url, ready_s=perf_counter() - began, pid=triton.pid)
 
 
-def measure_served(run: Run, url: str, in_process_NC: Logits, effort: Effort, seed: int) -> dict[str, dict[str, Any]]:
+def served_names(run: Run, url: str) -> list[str]:
+    """Models that take texts on the server: the student first, then the teacher and the cascade, if there are."""
+    task = run.task.name
+    published = None if run.publication is None else run.publication.metrics["versions"]
+    found = [task]
+    for name in (f"{task}_teacher", f"{task}_cascade"):
+        with Client(url, model=name) as client:
+            if client.is_ready() if published is None else name in published:
+                found.append(name)
+    return found
+
+
+def measure_served(
+    run: Run, running: Server, in_process_NC: Logits, effort: Effort, *, rates_per_s: Sequence[float], seed: int
+) -> dict[str, dict[str, Any]]:
     """By served model, student first: the metric through the server, and latency and throughput under load.
 
-    `in_process_NC` are the INT8 student's logits of the test rows. Raises ServingError if the server cannot be asked
-    or answers other labels than the task's.
+    `in_process_NC` are the INT8 student's logits of the test rows; no `rates_per_s` takes shares of what each model
+    answers at most. Raises ServingError if the server cannot be asked or answers other labels than the task's.
     """
-    names = [run.task.name, f"{run.task.name}_teacher"]
-    if run.publication is not None:
-        names = [name for name in names if name in run.publication.metrics["versions"]]
-    test = read_examples(run.corpus.path / "test.arrow")
-    label_N = np.array(test["label"])
-    answers = {name: ask(url, name, texts_of(test), run.task) for name in names}
+    url, names = running.url, served_names(run, running.url)
+    test_texts, label_N = read_test(run, effort)
+    answers = {name: ask(url, name, test_texts, run.task) for name in names}
+    texts = queries(validation_texts(run))
     with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as process:
 
         def send(load: Load, texts: Sequence[Query]) -> Answered:
             return process.submit(closed_loop, load, texts).result()
 
-        loads = measure_loads(send, url, names, queries(validation_texts(run)), effort, seed)
-    student_NC, teacher_NC = answers[names[0]], answers.get(names[-1]) if len(names) > 1 else None
-    compared = {
-        "against_in_process": paired(run.task, in_process_NC, student_NC, label_N),
-        "against_teacher": None if teacher_NC is None else paired(run.task, teacher_NC, student_NC, label_N),
-    }
+        def send_planned(load: Arrivals, texts: Sequence[Query]) -> Arrived:
+            return process.submit(open_loop, load, texts).result()
+
+        loads = measure_loads(send, running, names, texts, effort, seed)
+        rates = {name: list(rates_per_s) for name in names} if rates_per_s else chosen_rates(loads, effort)
+        planned = measure_arrivals(send_planned, url, rates, texts, effort, seed)
     found: dict[str, dict[str, Any]] = {}
+    teacher = f"{run.task.name}_teacher"
     for name in names:
-        found[name] = {"test": measure(run.task, answers[name], label_N), "load": loads[name]}
-    found[names[0]]["test"] |= compared
+        compared = teacher in names and name != teacher
+        against = paired(run.task, answers[teacher], answers[name], label_N) if compared else None
+        facts = {**measure(run.task, answers[name], label_N), "against_teacher": against}
+        found[name] = {"test": facts, "load": loads[name], "open_loop": planned[name]}
+    found[names[0]]["test"]["against_in_process"] = paired(run.task, in_process_NC, answers[names[0]], label_N)
     return found
 
 
@@ -101,37 +146,105 @@ def ask(url: str, model: str, texts: Sequence[tuple[str, ...]], task: Task) -> L
 
 
 def measure_loads(
-    send: Send, url: str, models: Sequence[str], texts: Sequence[Query], effort: Effort, seed: int
+    send: Send, running: Server, models: Sequence[str], texts: Sequence[Query], effort: Effort, seed: int
 ) -> dict[str, list[dict[str, Any]]]:
     """By model, one row per concurrency; the models take turns. Raises ServingError if no request is answered."""
     rows: dict[str, list[dict[str, Any]]] = {model: [] for model in models}
-    for concurrency in CONCURRENCY:
+    for concurrency in effort.concurrency:
         log.info("served: %d concurrent clients ...", concurrency)
         parts: dict[str, list[Answered]] = {model: [] for model in models}
-        for turn in range(effort.served_rounds):
-            for model in models if turn % 2 == 0 else reversed(models):
-                load = Load(
-                    url=url, model=model, concurrency=concurrency, seconds=effort.served_turn_s, seed=seed + turn
-                )
-                parts[model].append(send(load, texts))
+        spent_s: dict[str, list[float]] = {model: [] for model in models}
+        for turn, model in _turns(models, effort.served_rounds):
+            load = Load(
+                url=running.url, model=model, concurrency=concurrency, seconds=effort.served_turn_s, seed=seed + turn
+            )
+            before_s = running.processor_s()
+            parts[model].append(send(load, texts))
+            after_s = running.processor_s()
+            if before_s is not None and after_s is not None:
+                spent_s[model].append(after_s - before_s)
         for model in models:
-            rows[model].append(load_row(concurrency, parts[model]))
+            rows[model].append(load_row(concurrency, parts[model], spent_s[model]))
     return rows
 
 
-def load_row(concurrency: int, parts: Sequence[Answered]) -> dict[str, Any]:
-    """All turns of one model at one concurrency as one row. Raises ServingError if no request was answered."""
-    times_ms = [time_ms for part in parts for time_ms in part.times_ms]
+def _turns(models: Sequence[str], rounds: int) -> Iterator[tuple[int, str]]:
+    """Number of the round and model: every model once in each round, forwards and backwards by turns."""
+    for turn in range(rounds):
+        for model in models if turn % 2 == 0 else reversed(models):
+            yield turn, model
+
+
+def load_row(concurrency: int, parts: Sequence[Answered], server_cpu_s: Sequence[float] = ()) -> dict[str, Any]:
+    """All turns of one model at one concurrency as one row. Raises ServingError if no request was answered.
+
+    `server_cpu_s` is the server's processor time of each turn, its warm-up included; none = not known.
+    """
     failures = [failure for part in parts for failure in part.failures]
-    if not times_ms:
-        first = failures[0] if failures else "nothing was sent"
-        raise ServingError(f"no request of {concurrency} concurrent clients was answered; first failure: {first}")
+    _check_answered(parts, failures, f"{concurrency} concurrent clients")
+    answered = sum(len(part.times_ms) for part in parts)
     seconds = sum(part.seconds for part in parts)
     return {
         "concurrency": concurrency,
-        **summary(times_ms),
-        "requests_per_s": len(times_ms) / seconds,
+        **rounds_summary([part.times_ms for part in parts]),
+        "requests_per_s": answered / seconds,
+        "requests_by_round_per_s": [len(part.times_ms) / part.seconds for part in parts],
+        "server_cpu_s_per_1000_texts": 1000 * sum(server_cpu_s) / answered if server_cpu_s else None,
         "seconds": seconds,
         "failures": len(failures),
         "first_failure": failures[0] if failures else None,
     }
+
+
+def chosen_rates(loads: Mapping[str, Sequence[Mapping[str, Any]]], effort: Effort) -> dict[str, list[float]]:
+    """By model: shares of the most that each of the models answered, as far as the model itself answers that many.
+
+    So the slowest model's rates are asked of all: there they can be compared.
+    """
+    most = {name: max(row["requests_per_s"] for row in rows) for name, rows in loads.items()}
+    rates = sorted(share * peak for peak in most.values() for share in effort.load_shares)
+    limit = max(effort.load_shares)
+    return {name: [rate for rate in rates if rate <= limit * peak] for name, peak in most.items()}
+
+
+def measure_arrivals(
+    send: SendPlanned,
+    url: str,
+    rates: Mapping[str, Sequence[float]],
+    texts: Sequence[Query],
+    effort: Effort,
+    seed: int,
+) -> dict[str, list[dict[str, Any]]]:
+    """By model, one row for each of its arrival rates; in turns. Raises ServingError if none is answered."""
+    rows: dict[str, list[dict[str, Any]]] = {model: [] for model in rates}
+    for rate in sorted(set(itertools.chain(*rates.values()))):
+        models = [model for model in rates if rate in rates[model]]
+        log.info("served: %.0f requests a second arrive ...", rate)
+        parts: dict[str, list[Arrived]] = {model: [] for model in models}
+        for turn, model in _turns(models, effort.served_rounds):
+            load = Arrivals(url=url, model=model, rate_per_s=rate, seconds=effort.served_turn_s, seed=seed + turn)
+            parts[model].append(send(load, texts))
+        for model in models:
+            rows[model].append(arrivals_row(rate, parts[model]))
+    return rows
+
+
+def arrivals_row(rate_per_s: float, parts: Sequence[Arrived]) -> dict[str, Any]:
+    """All turns of one model at one arrival rate as one row. Raises ServingError if no request was answered."""
+    failures = [failure for part in parts for failure in part.failures]
+    _check_answered(parts, failures, f"{rate_per_s:.0f} requests a second")
+    late_ms = list(itertools.chain(*(part.late_ms for part in parts)))
+    return {
+        "rate_per_s": rate_per_s,
+        **rounds_summary([part.times_ms for part in parts]),
+        "answered_per_s": sum(len(part.times_ms) for part in parts) / sum(part.seconds for part in parts),
+        "sent_late_p99_ms": float(np.percentile(late_ms, 99)),
+        "failures": len(failures),
+        "first_failure": failures[0] if failures else None,
+    }
+
+
+def _check_answered(parts: Sequence[Answered] | Sequence[Arrived], failures: Sequence[str], load: str) -> None:
+    if not all(part.times_ms for part in parts):
+        first = failures[0] if failures else "nothing was sent"
+        raise ServingError(f"no request of {load} was answered; first failure: {first}")

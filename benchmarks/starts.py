@@ -17,16 +17,17 @@ from benchmarks.students import BATCH_SIZE, RATES, distil, mean_of, score_column
 from compressor.dataset import task_of
 from compressor.evaluate import METRIC_NAMES
 
-EPOCHS = 0.5
+EPOCHS, QUICK_EPOCHS = 0.5, 0.01
 
 log = logging.getLogger(__name__)
 
 
 def compare_starts(
-    run: Path, starts: Mapping[str, str], *, seeds: Sequence[int], out: Path, threads: int, command: str
+    run: Path, starts: Mapping[str, str], *, epochs: float, seeds: Sequence[int], out: Path, threads: int, command: str
 ) -> dict[str, Any]:
     """Distil a student from each start (name -> `student.init`) with each seed, on the run's original training rows.
 
+    `epochs` are those of each phase.
     Teacher and data are the run's; a distillation that is in `out` already is not repeated. Raises CompressorError if
     the run cannot be used.
     """
@@ -41,7 +42,7 @@ def compare_starts(
             log.info("%s, seed %d ...", name, seed)
             begun = config.model_copy(update={"student": config.student.model_copy(update={"init": init})})
             folder = out / f"{re.sub('[^a-zA-Z0-9]', '-', init).strip('-')}-seed{seed}"
-            found = distil(begun, epochs=EPOCHS, seed=seed, examples=corpus, corpus=corpus, teacher=teacher, out=folder)
+            found = distil(begun, epochs=epochs, seed=seed, examples=corpus, corpus=corpus, teacher=teacher, out=folder)
             rows.append({"start": name, "init": init, "seed": seed, **found})
     summary = {name: mean_of([row["score"] for row in rows if row["start"] == name]) for name in starts}
     return {
@@ -52,7 +53,7 @@ def compare_starts(
         **context,
         "teacher_score": teacher.metrics["validation"]["score"],
         "student": config.student.model_dump(exclude={"init"}),
-        "epochs_per_phase": EPOCHS,
+        "epochs_per_phase": epochs,
         "batch_size": BATCH_SIZE,
         "learning_rates": RATES,
         "distillations": rows,

@@ -1,6 +1,7 @@
 """A finished build of tiny models, made of the real parts: Arrow, PyTorch, ONNX, INT8, a published repository."""
 
 import json
+import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -59,7 +60,7 @@ def build_tiny(root: Path) -> TinyBuild:
     """Make a run folder and publish it."""
     from compressor.checkpoints import load_tokenizer
     from compressor.dataset import Example, write_examples
-    from compressor.stages.export import export_onnx
+    from compressor.onnx_export import export_onnx
     from compressor.stages.publish import publish
     from compressor.stages.quantize import quantize_graph
     from compressor.stages.quantize.candidates import PerRow
@@ -92,6 +93,7 @@ def build_tiny(root: Path) -> TinyBuild:
     with seal("6-quantize", "int8", {"onnx": onnx, "teacher": teacher, "corpus": corpus}) as draft:
         quantize_graph(onnx.path / "student" / "model.onnx", draft.path / "model.onnx", PerRow())
         load_tokenizer(student.path).save_pretrained(draft.path)
+        shutil.copyfile(student.path / "config.json", draft.path / "config.json")
     int8 = Artifact.open(run / "6-quantize", kind="int8")
     publish(
         PublishConfig(),

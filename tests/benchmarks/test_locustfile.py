@@ -4,12 +4,17 @@ import csv
 import json
 import subprocess
 import sys
+import time
+import urllib.parse
+import urllib.request
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pytest
 
-from serving.runtime import TritonServer
+from serving.runtime import TritonServer, free_port
 
 ROOT = Path(__file__).parents[2]
 LOCUSTFILE = ROOT / "benchmarks" / "locustfile.py"
@@ -48,6 +53,122 @@ def test_a_run_records_each_request(tiny_server: TritonServer, texts: Path, tmp_
     assert any("." in row["response_ms"] and float(row["response_ms"]) % 1 > 0 for row in rows)
     assert found["p50_ms"] <= found["p90_ms"]
     assert f"{protocol.upper()} sst2 x3: p50 {found['p50_ms']:.3f} ms" in done.stderr
+
+
+@pytest.mark.triton
+def test_a_rate_holds_users_back(tiny_server: TritonServer, texts: Path, tmp_path: Path) -> None:
+    summary = tmp_path / "summary.json"
+    done = locust(
+        *("-u", "2", "-r", "2", "-t", "4s", "--host", tiny_server.grpc_url, "--protocol", "grpc", "--rate", "5"),
+        *("--texts", str(texts), "--summary", str(summary)),
+    )
+    assert done.returncode == 0, done.stderr
+    facts = json.loads(summary.read_text())
+    (found,) = facts["requests"]
+    assert facts["rate_per_s_of_each_user"] == 5
+    assert 7 < found["answered_per_s"] < 11.5  # two users, five requests a second each
+
+
+@pytest.mark.triton
+def test_users_come_in_steps(tiny_server: TritonServer, texts: Path, tmp_path: Path) -> None:
+    summary = tmp_path / "summary.json"
+    done = locust(
+        *("-u", "3", "--host", tiny_server.http_url, "--step-users", "2", "--step-seconds", "2", "--rate", "20"),
+        *("--texts", str(texts), "--summary", str(summary)),
+    )
+    assert done.returncode == 0, done.stderr
+    facts = json.loads(summary.read_text())
+    assert [step["users"] for step in facts["steps"]] == [2, 3]  # never more than -u
+    answered = [step["requests"][0]["answered"] for step in facts["steps"]]
+    assert answered[1] > answered[0] > 0
+    assert sum(answered) == facts["requests"][0]["answered"]
+
+
+@pytest.mark.triton
+def test_processes_hand_their_raw_times_to_the_master(tiny_server: TritonServer, texts: Path, tmp_path: Path) -> None:
+    raw, summary, port = tmp_path / "raw.csv", tmp_path / "summary.json", str(free_port())
+    done = locust(
+        *("-u", "4", "-r", "4", "-t", "4s", "--host", tiny_server.http_url, "--processes", "2"),
+        *(
+            "--master-bind-port",
+            port,
+            "--master-port",
+            port,
+            "--texts",
+            str(texts),
+            "--raw",
+            str(raw),
+            "--summary",
+            str(summary),
+        ),
+    )
+    assert done.returncode == 0, done.stderr
+    with raw.open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    (found,) = json.loads(summary.read_text())["requests"]
+    assert found["answered"] == len(rows) > 20
+    assert found["failures"] == 0
+    assert any(float(row["response_ms"]) % 1 > 0 for row in rows)
+
+
+@pytest.mark.triton
+def test_the_web_page_starts_and_runs_a_load(tiny_server: TritonServer, texts: Path) -> None:
+    port = free_port()
+    command = [
+        sys.executable,
+        "-m",
+        "locust",
+        "-f",
+        str(LOCUSTFILE),
+        "--web-host",
+        "127.0.0.1",
+        "--web-port",
+        str(port),
+    ]
+    command += ["--host", tiny_server.http_url, "--texts", str(texts)]
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as page:
+        try:
+            address = f"http://127.0.0.1:{port}"
+            shown = eventually(lambda: fetch(address).decode())
+            assert "locust" in shown.lower()
+            form = urllib.parse.urlencode(
+                {"user_count": 1, "spawn_rate": 1, "host": tiny_server.http_url, "rate": 10.0}
+            )
+            assert json.loads(fetch(f"{address}/swarm", form.encode()))["success"] is True
+
+            def answered() -> int:
+                stats = json.loads(fetch(f"{address}/stats/requests"))["stats"]
+                return sum(row["num_requests"] for row in stats if row["name"].startswith("sst2"))
+
+            assert eventually(lambda: answered() or None)
+        finally:
+            page.terminate()
+
+
+def fetch(address: str, form: bytes | None = None) -> bytes:
+    """The answer of the page."""
+    with urllib.request.urlopen(address, form, timeout=10) as answer:
+        return bytes(answer.read())
+
+
+def eventually(ask: Callable[[], Any], timeout_s: float = 40.0) -> Any:
+    """The first true answer of `ask`, asked again until there is one."""
+    end = time.monotonic() + timeout_s
+    while time.monotonic() < end:
+        try:
+            if found := ask():
+                return found
+        except OSError:
+            pass  # it has not started to listen yet
+        time.sleep(0.2)
+    pytest.fail(f"nothing within {timeout_s:g} s")
+
+
+def test_steps_of_no_length_are_one_sentence(texts: Path) -> None:
+    done = locust("-u", "2", "--step-users", "1", "--step-seconds", "0", "--texts", str(texts))
+    assert done.returncode == 1
+    assert "--step-users 1 and --step-seconds 0 must be above 0" in done.stderr
+    assert "Traceback" not in done.stderr
 
 
 def test_no_server_is_one_sentence_and_an_exit_code(texts: Path) -> None:

@@ -92,6 +92,7 @@ def test_mixed_load_and_kills_are_survived(published: tuple[Path, Path], tmp_pat
     done = CliRunner().invoke(app, ["soak", *arguments])
     result = json.loads(done.stdout)
     assert result["wrong"] == []
+    assert {"conditions", "machine", "seed", "command", "quick"} <= set(result)
     assert [kill["killed"] for kill in result["recoveries"]] == ["/bin/tritonserver", "/sst2/"]
     assert all(0 < kill["seconds"] < 60 for kill in result["recoveries"])
     # What is refused is refused with its own error, whatever it is sent beside.
@@ -101,7 +102,7 @@ def test_mixed_load_and_kills_are_survived(published: tuple[Path, Path], tmp_pat
 
 
 def test_what_a_soak_must_show_is_checked() -> None:
-    good = {"wrong_count": 0, "wrong": [], "rss_mb": {"second_quarter": 100.0, "last_quarter": 104.0}}
+    good = {"minutes": 30.0, "wrong_count": 0, "wrong": [], "rss_mb": {"second_quarter": 100.0, "last_quarter": 104.0}}
     quiet: dict[str, Any] = {**good, "deaths": [], "recoveries": []}
     soak.check(quiet)
     for changes, message in (
@@ -111,6 +112,11 @@ def test_what_a_soak_must_show_is_checked() -> None:
     ):
         with pytest.raises(GateError, match=message):
             soak.check(quiet | changes)
+
+
+def test_memory_is_not_judged_while_a_server_warms_up() -> None:
+    grown = {"second_quarter": 100.0, "last_quarter": 120.0}
+    soak.check({"minutes": 0.3, "wrong_count": 0, "wrong": [], "rss_mb": grown, "deaths": [], "recoveries": []})
 
 
 def test_long_texts_are_made_of_the_real_ones() -> None:

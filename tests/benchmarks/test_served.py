@@ -8,19 +8,23 @@ import pytest
 from benchmarks import served
 from benchmarks.load import Answered, Load, closed_loop
 from benchmarks.local import Effort
+from benchmarks.open_loop import Arrivals, Arrived
 from benchmarks.runs import open_run
 from compressor.tasks import TASKS
 from serving.errors import RepositoryError, ServingError, UnavailableError
 from serving.runtime import TritonServer
 
 TEXTS = ["a good film", "a bad film with some scenes", "a fine film"]
-EFFORT = Effort(rounds=1, turn_s=0.1, served_rounds=2, served_turn_s=0.3)
+EFFORT = Effort(rounds=1, turn_s=0.1, served_rounds=2, served_turn_s=0.3, concurrency=(1, 4), load_shares=(0.5, 0.9))
 
 
 def test_a_row_joins_raw_times_and_counts_failures() -> None:
-    row = served.load_row(4, [Answered([1.0, 2.0], [], 1.0), Answered([3.0], ["UnavailableError: full"], 0.5)])
+    parts = [Answered([1.0, 2.0], [], 1.0), Answered([3.0], ["UnavailableError: full"], 0.5)]
+    row = served.load_row(4, parts, [0.25, 0.5])
     assert (row["p50_ms"], row["calls"], row["requests_per_s"], row["failures"]) == (2.0, 3, 2.0, 1)
     assert row["first_failure"] == "UnavailableError: full"
+    assert (row["p50_by_round_ms"], row["requests_by_round_per_s"]) == ([1.5, 3.0], [2.0, 2.0])
+    assert row["server_cpu_s_per_1000_texts"] == pytest.approx(250.0)
 
 
 def test_a_load_without_any_answer_is_an_error() -> None:
@@ -35,14 +39,47 @@ def test_models_take_turns_at_each_concurrency() -> None:
         sent.append((load.concurrency, load.model))
         return Answered([1.0], [], 1.0)
 
-    rows = served.measure_loads(send, "host:1", ["sst2", "sst2_teacher"], TEXTS, EFFORT, seed=0)
+    running = served.Server(url="host:1")
+    rows = served.measure_loads(send, running, ["sst2", "sst2_teacher"], TEXTS, EFFORT, seed=0)
     assert [model for concurrency, model in sent if concurrency == 4] == [
         "sst2",
         "sst2_teacher",
         "sst2_teacher",
         "sst2",
     ]
-    assert [row["concurrency"] for row in rows["sst2"]] == [1, 4, 16]
+    assert [row["concurrency"] for row in rows["sst2"]] == [1, 4]
+    assert rows["sst2"][0]["server_cpu_s_per_1000_texts"] is None
+
+
+def test_rates_are_shares_of_what_each_model_answers_and_slow_ones_are_asked_of_all() -> None:
+    loads = {
+        "sst2": [{"requests_per_s": 90.0}, {"requests_per_s": 100.0}],
+        "sst2_teacher": [{"requests_per_s": 20.0}, {"requests_per_s": 10.0}],
+    }
+    rates = served.chosen_rates(loads, EFFORT)
+    assert rates == {"sst2": [10.0, 18.0, 50.0, 90.0], "sst2_teacher": [10.0, 18.0]}
+
+
+def test_models_take_turns_at_each_rate() -> None:
+    sent: list[tuple[float, str]] = []
+
+    def send(load: Arrivals, texts: Sequence[str]) -> Arrived:
+        sent.append((load.rate_per_s, load.model))
+        return Arrived([2.0, 4.0], [0.1, 0.3], [], 0.5)
+
+    rates = {"sst2": [10.0, 50.0], "sst2_teacher": [10.0]}
+    rows = served.measure_arrivals(send, "host:1", rates, TEXTS, EFFORT, seed=0)
+    assert sent == [
+        (10.0, "sst2"),
+        (10.0, "sst2_teacher"),
+        (10.0, "sst2_teacher"),
+        (10.0, "sst2"),
+        *[(50.0, "sst2")] * 2,
+    ]
+    assert [row["rate_per_s"] for row in rows["sst2_teacher"]] == [10.0]
+    (first, _) = rows["sst2"]
+    assert (first["p50_ms"], first["answered_per_s"], first["failures"]) == (3.0, 4.0, 0)
+    assert 0.1 < first["sent_late_p99_ms"] <= 0.3
 
 
 def test_a_missing_repository_is_refused(tiny_build: Any, tmp_path: Path) -> None:

@@ -24,12 +24,20 @@ def test_one_seed_has_no_interval():
 def test_a_run_without_a_teacher_is_refused(tiny_build: TinyBuild, tmp_path):
     (tmp_path / RUN_FILE).write_bytes((tiny_build.run / RUN_FILE).read_bytes())
     with pytest.raises(ArtifactError, match="holds no finished artifact of kind 'examples'"):
-        starts.compare_starts(tmp_path, {"random": "random"}, seeds=[1], out=tmp_path, threads=1, command="x")
+        starts.compare_starts(
+            tmp_path, {"random": "random"}, epochs=0.5, seeds=[1], out=tmp_path, threads=1, command="x"
+        )
 
 
 def test_students_of_each_start_and_seed_are_compared(line: Line, tmp_path):
     found = starts.compare_starts(
-        line.run, {"cold": "random", "project": "project"}, seeds=[1, 2], out=tmp_path, threads=1, command="starts"
+        line.run,
+        {"cold": "random", "project": "project"},
+        epochs=0.5,
+        seeds=[1, 2],
+        out=tmp_path,
+        threads=1,
+        command="starts",
     )
     made = found["distillations"]
     assert [(row["start"], row["seed"]) for row in made] == [("cold", 1), ("project", 1), ("cold", 2), ("project", 2)]

@@ -1,0 +1,146 @@
+"""How many times better the student is than each other system, with the interval that the rounds give.
+
+Latency and size are theirs / ours, throughput is ours / theirs, accuracy is ours / theirs: more is better everywhere. A
+ratio is known by its figure, where it was measured, and the two systems; runs are compared by these.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from enum import Enum
+from typing import Any
+
+from benchmarks.local import BERT_BASE, STUDENT, TEACHER, THROUGHPUT_BATCH
+from compressor.statistics import ratio_of_rounds
+
+BATCHES = f"batches of {THROUGHPUT_BATCH}"
+ONE_TEXT = "one text"
+TARGETS = (
+    ("p50", "1x32", BERT_BASE, 35.0),
+    ("throughput", BATCHES, BERT_BASE, 15.0),
+    ("size", "file", BERT_BASE, 24.0),
+    ("text to label p50", ONE_TEXT, "transformers", 4.0),
+    ("text to label p50", ONE_TEXT, "optimum", 1.0),
+)
+MAX_OVERHEAD = 0.05
+
+
+def ratios(result: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Every ratio of a result of `compare`; those of the open loop are left out, since its rates differ by run."""
+    found = in_process(result["in_process"]) + text_to_label(result["text_to_label"]) + served(result["served"])
+    return [row for row in found if row["ratio"] is not None]
+
+
+def in_process(systems: Mapping[str, Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Of the INT8 student to every other form and peer: each latency, throughput, size and accuracy."""
+    rows, student = [], systems[STUDENT]
+    for name, theirs in systems.items():
+        if name == STUDENT:
+            continue
+        for what, times in student["latency"].items():
+            rounds = theirs["latency"][what]["p50_by_round_ms"], times["p50_by_round_ms"]
+            rows.append(_row("p50", what, STUDENT, name, ratio_of_rounds(*rounds)))
+        rows.append(_throughput("throughput", name, theirs, student))
+        rows.append(_row("size", "file", STUDENT, name, exactly(theirs["size_bytes"] / student["size_bytes"])))
+    kept = student["test"]["against_teacher"]
+    return [*rows, _row("accuracy", "in process", STUDENT, TEACHER, _inverse(kept))]
+
+
+def text_to_label(systems: Mapping[str, Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Of our way from text to label to every peer's."""
+    rows, student = [], systems[STUDENT]
+    for name, theirs in systems.items():
+        if name != STUDENT:
+            rounds = theirs["latency"]["p50_by_round_ms"], student["latency"]["p50_by_round_ms"]
+            rows.append(_row("text to label p50", ONE_TEXT, STUDENT, name, ratio_of_rounds(*rounds)))
+            rows.append(_throughput("text to label throughput", name, theirs, student))
+    return rows
+
+
+def served(models: Mapping[str, Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Of each served model to the served teacher, if there is one, under the closed loop; and of their accuracy."""
+    teacher = next((name for name in models if name.endswith("_teacher")), None)
+    rows: list[dict[str, Any]] = []
+    if teacher is None:
+        return rows
+    for name, ours in models.items():
+        if name == teacher:
+            continue
+        for mine, theirs in zip(ours["load"], models[teacher]["load"], strict=True):
+            where = f"{mine['concurrency']} clients"
+            p50 = ratio_of_rounds(theirs["p50_by_round_ms"], mine["p50_by_round_ms"])
+            rate = ratio_of_rounds(mine["requests_by_round_per_s"], theirs["requests_by_round_per_s"])
+            rows.append(_row("served p50", where, name, teacher, p50))
+            rows.append(_row("served requests/s", where, name, teacher, rate))
+        rows.append(_row("accuracy", "served", name, teacher, _inverse(ours["test"]["against_teacher"])))
+    return rows
+
+
+def exactly(value: float) -> dict[str, Any]:
+    """A ratio that does not vary: of sizes."""
+    return {"ratio": value, "interval_95": [value, value], "rounds": None}
+
+
+def _throughput(figure: str, name: str, theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> dict[str, Any]:
+    by_round = "throughput_by_round_texts_per_s"
+    return _row(figure, BATCHES, STUDENT, name, ratio_of_rounds(ours[by_round], theirs[by_round]))
+
+
+def _inverse(pair: Mapping[str, Any]) -> dict[str, Any]:
+    """Student / teacher of what `evaluate.paired` found for teacher and student; None if one is never right."""
+    if "ratio" not in pair:
+        return {"ratio": None, "interval_95": None, "rounds": None}
+    low, high = pair.get("ratio_95", (None, None))
+    return {
+        "ratio": 1 / pair["ratio"],
+        "interval_95": None if low is None else [1 / high, 1 / low],
+        "rounds": None,
+    }
+
+
+def _row(figure: str, where: str, system: str, than: str, found: Mapping[str, Any]) -> dict[str, Any]:
+    return {"figure": figure, "where": where, "system": system, "than": than, **found}
+
+
+def find(rows: Sequence[Mapping[str, Any]], figure: str, where: str, than: str) -> Mapping[str, Any] | None:
+    """The ratio of the INT8 student with this name; None if it was not measured."""
+    wanted = (figure, where, STUDENT, than)
+    return next((row for row in rows if name_of(row) == wanted), None)
+
+
+def name_of(row: Mapping[str, Any]) -> tuple[str, str, str, str]:
+    """What a ratio is known by."""
+    return row["figure"], row["where"], row["system"], row["than"]
+
+
+class Standing(Enum):
+    """What a ratio says of the two systems."""
+
+    AHEAD = "better"
+    OPEN = "not told apart"
+    BEHIND = "the other is better"
+
+
+def standing_of(row: Mapping[str, Any]) -> Standing:
+    """Which of the two is better, by more than the rounds vary."""
+    low, high = row["interval_95"] or (row["ratio"], row["ratio"])
+    return Standing.AHEAD if low > 1 else Standing.BEHIND if high < 1 else Standing.OPEN
+
+
+def targets(rows: Sequence[Mapping[str, Any]], overhead_share: float) -> list[dict[str, Any]]:
+    """What had to be reached, of what was measured: ratio, interval, bound, and whether it holds.
+
+    A bound within the interval counts as reached: the rounds cannot tell that it is not.
+    """
+    found = []
+    for figure, where, than, bound in TARGETS:
+        row = find(rows, figure, where, than)
+        if row is not None:
+            best = row["ratio"] if row["interval_95"] is None else row["interval_95"][1]
+            what = f"{figure}, {where}: times better than {than.replace('_', ' ')}"
+            value = {"value": row["ratio"], "interval_95": row["interval_95"]}
+            found.append({"target": what, **value, "rule": "at least", "bound": bound, "is_met": best >= bound})
+    what = "share of the benchmark itself in the fastest p50"
+    value = {"value": overhead_share, "interval_95": None}
+    met = overhead_share < MAX_OVERHEAD
+    return [*found, {"target": what, **value, "rule": "below", "bound": MAX_OVERHEAD, "is_met": met}]

@@ -1,0 +1,89 @@
+"""Ratios by hand: which way they go, what they are known by, and what had to be reached."""
+
+from typing import Any
+
+import pytest
+
+from benchmarks import ratios
+from benchmarks.local import BERT_BASE, STUDENT, TEACHER
+
+
+def system(p50: list[float], size: int, rates: list[float]) -> dict[str, Any]:
+    return {
+        "size_bytes": size,
+        "latency": {"1x32": {"p50_by_round_ms": p50}},
+        "throughput_by_round_texts_per_s": rates,
+        "test": {"against_teacher": {"ratio": 1.25, "ratio_95": (1.2, 1.3)}},
+    }
+
+
+def model(p50: list[float], rates: list[float]) -> dict[str, Any]:
+    load = [{"concurrency": 4, "p50_by_round_ms": p50, "requests_by_round_per_s": rates}]
+    return {"load": load, "test": {"against_teacher": {"ratio": 0.5}}}
+
+
+def by_name(rows: list[dict[str, Any]]) -> dict[tuple[str, str, str, str], dict[str, Any]]:
+    return {ratios.name_of(row): row for row in rows}
+
+
+def test_in_process_more_is_better_everywhere() -> None:
+    rows = ratios.in_process(
+        {TEACHER: system([70.0, 70.0], 90, [10.0, 10.0]), STUDENT: system([2.0, 2.0], 9, [50.0, 50.0])}
+    )
+    found = by_name(rows)
+    assert found["p50", "1x32", STUDENT, TEACHER]["ratio"] == pytest.approx(35.0)
+    assert found["throughput", "batches of 32", STUDENT, TEACHER]["ratio"] == pytest.approx(5.0)
+    assert (
+        found["size", "file", STUDENT, TEACHER] | {"ratio": 10.0, "interval_95": [10.0, 10.0]}
+        == (found["size", "file", STUDENT, TEACHER])
+    )
+    kept = found["accuracy", "in process", STUDENT, TEACHER]
+    assert kept["ratio"] == pytest.approx(1 / 1.25)  # the pair is teacher / student
+    assert kept["interval_95"] == pytest.approx([1 / 1.3, 1 / 1.2])
+
+
+def test_the_rounds_own_ratios_count_so_that_a_slow_round_hurts_neither() -> None:
+    rows = ratios.in_process(
+        {TEACHER: system([10.0, 100.0], 9, [1.0, 1.0]), STUDENT: system([1.0, 10.0], 9, [1.0, 1.0])}
+    )
+    found = by_name(rows)["p50", "1x32", STUDENT, TEACHER]
+    assert found["ratio"] == pytest.approx(10.0)
+    assert found["interval_95"] == pytest.approx([10.0, 10.0])
+    assert found["rounds"] == 2
+
+
+def test_served_models_are_compared_with_the_served_teacher() -> None:
+    models = {
+        "sst2": model([5.0], [300.0]),
+        "sst2_teacher": model([20.0], [100.0]),
+        "sst2_cascade": model([10.0], [150.0]),
+    }
+    found = by_name(ratios.served(models))
+    assert found["served p50", "4 clients", "sst2", "sst2_teacher"]["ratio"] == pytest.approx(4.0)
+    assert found["served requests/s", "4 clients", "sst2_cascade", "sst2_teacher"]["ratio"] == pytest.approx(1.5)
+    assert found["accuracy", "served", "sst2_cascade", "sst2_teacher"]["ratio"] == pytest.approx(2.0)
+    assert not any(name[2] == "sst2_teacher" for name in found)
+    assert ratios.served({"sst2": model([5.0], [300.0])}) == []
+
+
+def reached(ratio: float, high: float) -> dict[str, Any]:
+    return {
+        "figure": "p50",
+        "where": "1x32",
+        "system": STUDENT,
+        "than": BERT_BASE,
+        "ratio": ratio,
+        "interval_95": [1.0, high],
+    }
+
+
+@pytest.mark.parametrize(("ratio", "high", "is_met"), [(36.0, 37.0, True), (34.0, 35.5, True), (30.0, 34.9, False)])
+def test_a_target_is_missed_only_beyond_what_the_rounds_vary(ratio: float, high: float, is_met: bool) -> None:
+    first, overhead = ratios.targets([reached(ratio, high)], overhead_share=0.01)
+    assert (first["value"], first["bound"], first["is_met"]) == (ratio, 35.0, is_met)
+    assert overhead["is_met"]
+
+
+def test_a_benchmark_that_takes_too_much_itself_misses_its_target() -> None:
+    (overhead,) = ratios.targets([], overhead_share=0.05)
+    assert not overhead["is_met"]
