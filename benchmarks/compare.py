@@ -110,6 +110,7 @@ def compare(question: Question) -> dict[str, Any]:
             run, running, logits[STUDENT], effort, rates_per_s=question.rates_per_s, seed=question.seed
         )
         result["server"] = {"ready_s": running.ready_s, "uss_bytes": running.memory_bytes()}
+    result["time_split_ms"] = time_split_ms(result)
     result["ratios"] = ratios(result)
     result["targets"] = targets(result["ratios"], result["overhead"]["share"])
     result["verdict"] = verdict(result)
@@ -151,6 +152,23 @@ def _measure_in_process(run: Run, question: Question, result: dict[str, Any]) ->
     result["disagreements"] = disagreements(run.task, texts, label_N, chosen)
     result["calibration"] = calibrations(run.task, {TEACHER: logits[TEACHER], STUDENT: logits[STUDENT]}, label_N)
     return logits
+
+
+def time_split_ms(result: Mapping[str, Any]) -> dict[str, dict[str, float]]:
+    """By served model with a graph of its own: p50 of one client's request, in ms, and what of it is not the rest.
+
+    Tokenizer and graph are what they take in process; all else is on the way: client, sockets, server, its queue.
+    """
+    found = {}
+    for name, facts in result["served"].items():
+        system = "teacher_onnx" if name.endswith("_teacher") else STUDENT
+        if not name.endswith("_cascade"):
+            alone = next(row["p50_ms"] for row in facts["load"] if row["concurrency"] == 1)
+            tokenizer = result["tokenizer"]["p50_ms"]
+            graph = result["in_process"][system]["latency"][REAL_TEXTS]["p50_ms"]
+            rest = max(0.0, alone - tokenizer - graph)
+            found[name] = {"tokenizer": tokenizer, "graph": graph, "server_and_client": rest}
+    return found
 
 
 def _about(wanted: Wanted) -> dict[str, str]:

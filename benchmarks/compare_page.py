@@ -53,6 +53,9 @@ def plots(result: Mapping[str, Any]) -> dict[str, str]:
         if known:
             name, labels = {"load": "closed_loop"}.get(kind, kind), (label, f"{latency[:3]} latency, ms, log scale")
             found[name] = _lines(name, known, labels, student)
+    split = {named(part): spent for part, spent in result["time_split_ms"][student[0]].items()}
+    label = f"{student[0]}: ms of a request's p50, one client"
+    found["time_split"] = page.svg("time_split", lambda axes: page.bars(axes, split, label, "{:.2f} ms"))
     if result["calibration"] is not None:
         bins = {named(name): facts["bins"] for name, facts in result["calibration"]["systems"].items()}
         found["calibration"] = page.svg("calibration", lambda axes: page.reliability(axes, bins, strong=strong))

@@ -24,6 +24,7 @@ def by_name(result: Mapping[str, Any]) -> dict[str, Table]:
         "in_process": in_process(result),
         "text_to_label": text_to_label(result),
         "closed_loop": closed_loop(result),
+        "time_split": time_split(result["time_split_ms"]),
         "open_loop": open_loop(result),
         "costs": costs(result),
         "ratios": ratios(result["ratios"]),
@@ -33,6 +34,16 @@ def by_name(result: Mapping[str, Any]) -> dict[str, Table]:
     if result["calibration"] is not None:
         found["calibration"] = calibration(result["calibration"])
     return found | {"disagreements": disagreements(result)}
+
+
+def time_split(split: Mapping[str, Mapping[str, float]]) -> Table:
+    """Where the time of one request goes."""
+    rows = [
+        [name, *(f"{number(spent)} ({100 * spent / sum(parts.values()):.0f} %)" for spent in parts.values())]
+        for name, parts in split.items()
+    ]
+    header = ["model", *(named(part) for part in next(iter(split.values())))]
+    return Table("Where the p50 of a request of one client goes, ms", header, rows)
 
 
 def quality(result: Mapping[str, Any]) -> Table:

@@ -66,6 +66,7 @@ def result(count: int) -> dict[str, Any]:
         "start": {name: {"first_answer_s": 1.5, "uss_bytes": 50_000_000} for name in ("process_alone", *names)},
         "processor_time": {name: {"one_at_a_time": spent, "batches_of_32": spent} for name in names},
         "served": {name: served(n) for n, name in enumerate(["sst2", "sst2_teacher", *names[2:]][:count])},
+        "time_split_ms": {"sst2": {"tokenizer": 0.1, "graph": 0.8, "server_and_client": 1.1}},
         "server": {"ready_s": 4.0, "uss_bytes": 900_000_000},
         "ratios": [{**ratio, "than": name, **exactly(0.5 + n)} for n, name in enumerate(names[1:])],
         "targets": [
@@ -85,7 +86,7 @@ def test_each_system_has_its_place_and_its_point(count: int) -> None:
         plots = re.findall(r"<svg.*?</svg>", shown, re.DOTALL)
         assert sum(words in plot for plot in plots) >= 2, name  # against accuracy, and alone
         assert f"<td>{words}</td>" in shown
-    assert len(re.findall("<figure", shown)) == 5
+    assert len(re.findall("<figure", shown)) == 6
     assert "The INT8 student keeps 99.0\u00a0% of the teacher" in shown
 
 
@@ -107,7 +108,7 @@ def test_where_another_system_is_better_the_tables_say_so() -> None:
 def test_a_regression_without_calibration_still_has_a_page() -> None:
     shown = compare_page.html(result(3) | {"calibration": None})
     assert "Calibration" not in shown
-    assert len(re.findall("<figure", shown)) == 4
+    assert len(re.findall("<figure", shown)) == 5
 
 
 def test_markdown_keeps_a_table_whole_whatever_a_text_holds() -> None:
