@@ -309,7 +309,7 @@ def test_a_regression_needs_no_label_names(tmp_path: Path) -> None:
     tiny.checkpoint(tmp_path, model)
     loaded = load_classifier(tmp_path, TASKS["stsb"])
     assert (loaded.config.num_labels, loaded.config.problem_type) == (1, "regression")
-    assert torch.equal(logits(loaded), logits(model))
+    assert torch.allclose(logits(loaded), logits(model), atol=1e-6)  # a bit can hang on where weights lie in memory
 
 
 def test_an_encoder_for_a_regression_has_one_output(tmp_path: Path) -> None:

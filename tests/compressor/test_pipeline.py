@@ -415,5 +415,6 @@ def test_a_regression_of_pairs_goes_the_whole_way_from_a_general_student(tmp_pat
     facts = json.loads(done.stdout)
     assert facts["task"]["metric"] == "Spearman correlation"
     teacher, student, int8 = (row["test"]["score"] for row in facts["systems"])
-    assert min(teacher, student, int8) > 0.7
+    assert min(teacher, student) > 0.7
+    assert int8 > 0.6  # without VNNI weights have 7 bits
     assert (tmp_path / "repository" / "alike" / "config.pbtxt").is_file()
