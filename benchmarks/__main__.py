@@ -77,7 +77,7 @@ def run_compare(
 ) -> None:
     """Accuracy, latency, throughput, start, memory and cost of teacher and student, in process and served.
 
-    Starts Triton on the model repository, unless --url says where it runs. Takes a quarter of an hour; --quick a
+    Starts Triton on the model repository, unless --url says where it runs. Takes half an hour with all of it; --quick a
     minute or two. Exits with 3 if a target is missed (not with --quick), or a ratio fell since the baseline.
     """
     from benchmarks import baseline, compare, compare_page, compare_tables

@@ -41,17 +41,25 @@ def time_in_turns(
 ) -> dict[str, list[float]]:
     """Raw times in ms of each call, in `rounds` turns of `turn_s` seconds, in a new order each round.
 
-    A busy machine hurts all alike; each turn starts with a pause and unmeasured calls, so that none pays for another.
+    A busy machine hurts all alike; each turn starts with a pause and unmeasured calls, so that none pays for another:
+    one at least, and more as long as they take no longer than the turn itself.
     """
     times: dict[str, list[float]] = {name: [] for name in calls}
     random = np.random.default_rng(seed)
     for _ in range(rounds):
         for name in random.permutation(sorted(calls)).tolist():
             time.sleep(SETTLE_S)
-            for _ in range(WARMUP_CALLS):
-                calls[name]()
+            _warm_up(calls[name], turn_s)
             times[name] += _turn(calls[name], turn_s)
     return times
+
+
+def _warm_up(call: Call, seconds: float) -> None:
+    end = time.perf_counter() + seconds
+    for _ in range(WARMUP_CALLS):
+        call()
+        if time.perf_counter() >= end:
+            break
 
 
 def _turn(call: Call, seconds: float) -> list[float]:

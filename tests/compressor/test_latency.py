@@ -39,6 +39,12 @@ def test_systems_take_turns_and_unmeasured_calls_come_first() -> None:
     assert heard.count("first") == len(times["first"]) + 2 * 3
 
 
+def test_a_slow_call_is_warmed_up_once() -> None:
+    heard: list[int] = []
+    times = time_in_turns({"slow": lambda: (heard.append(0), time.sleep(0.02))}, rounds=1, turn_s=0.01, seed=0)
+    assert len(heard) == len(times["slow"]) + 1
+
+
 def test_order_of_turns_depends_on_the_seed_alone() -> None:
     def order(seed: int) -> list[str]:
         heard: list[str] = []
