@@ -13,7 +13,7 @@ from benchmarks.__main__ import app
 from benchmarks.conditions import CONDITIONS
 from benchmarks.report import Table
 
-COMMANDS: dict[str, Any] = typer.main.get_command(app).commands  # type: ignore[attr-defined]
+COMMANDS: dict[str, Any] = typer.main.get_command(app).commands
 
 
 def test_all_commands_are_walked_over() -> None:
