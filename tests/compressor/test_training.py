@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import pickle
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,16 +10,14 @@ import numpy as np
 import pytest
 import torch
 from safetensors import safe_open
-from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.testing import assert_close
 
 from compressor import training
 from compressor.config import FinetuneConfig, Optimisation
 from compressor.dataset import Encoded
-from compressor.errors import ConfigError, DataError
-from compressor.training import Tensors, _dtype, _optimizer, _parts, _rate, autocast, cast_frozen, fit
-from compressor.world import World, launch
+from compressor.training import Tensors, _optimizer, _rate, fit
+from compressor.world import World
 from tests import tiny
 
 WORLD = World(device=torch.device("cpu"))
@@ -366,195 +362,3 @@ def test_row_numbers_stay_where_they_are_looked_up(rows: Encoded) -> None:
     tensors = Tensors.of(rows.batch(np.array([3, 1])), torch.device("meta"))
     assert tensors.row_B.device.type == "cpu"
     assert tensors.segment_BS.shape == tensors.input_ids_BS.shape
-
-
-# Bits differ in the last place when sums are taken in another order; in float64 nothing grows out of that.
-def exact(**given: Any) -> Counted:
-    return Counted(dropout=0.0, **given).double()
-
-
-def assert_nearly_same_weights(first: dict[str, Tensor], second: dict[str, Tensor]) -> None:
-    for name, weights in first.items():
-        assert_close(weights, second[name], rtol=0, atol=1e-7, msg=name)
-
-
-@pytest.fixture(scope="module")
-def uneven(tmp_path_factory: pytest.TempPathFactory) -> Encoded:
-    """Rows whose 3 batches have 16, 17 and 17 of them: two processes get different shares."""
-    return tiny.encoded(tmp_path_factory.mktemp("uneven"), train=50)
-
-
-@pytest.mark.parametrize("accumulate", [2, 3, 100])
-def test_parts_of_a_step_add_up_to_it(uneven: Encoded, tmp_path: Path, accumulate: int) -> None:
-    whole, parted = exact(), exact()
-    expected = train(whole, uneven, tmp_path / "whole", settings(precision="fp32"))
-    history = train(parted, uneven, tmp_path / "parted", settings(precision="fp32", accumulate=accumulate))
-    assert_nearly_same_weights(parted.state_dict(), whole.state_dict())
-    assert history == expected
-    assert parted.steps == sum(min(accumulate, len(batch)) for batch in ([0] * 16, [0] * 17, [0] * 17)) * 3
-
-
-@pytest.mark.parametrize(("size", "accumulate", "rows_in_batch"), [(1, 1, 5), (2, 1, 5), (3, 2, 17), (4, 8, 6)])
-def test_every_row_of_a_batch_weighs_the_same(size: int, accumulate: int, rows_in_batch: int) -> None:
-    found = []
-    for rank in range(size):
-        for rows_B, weight in _parts(
-            np.arange(rows_in_batch), accumulate, World(rank=rank, size=size, device=WORLD.device)
-        ):
-            found += [(int(row), weight / len(rows_B) / size) for row in rows_B]
-    assert sorted(row for row, _ in found) == list(range(rows_in_batch))
-    assert [weight for _, weight in found] == pytest.approx([1 / rows_in_batch] * rows_in_batch)
-
-
-def test_more_processes_than_rows_of_a_batch_are_refused_before_a_step(rows: Encoded, tmp_path: Path) -> None:
-    world = World(rank=0, size=17, device=WORLD.device)
-    with pytest.raises(DataError, match=r"a batch has 16 rows, fewer than the 17 processes that share it; use fewer"):
-        fit(Counted(), rows, settings(), world=world, seed=7, folder=tmp_path)
-
-
-@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
-def test_each_precision_learns(rows: Encoded, tmp_path: Path, precision: Any) -> None:
-    module = Counted(dropout=0.0)
-    history = train(module, rows, tmp_path, settings(epochs=15.0, learning_rate=2e-2, precision=precision))
-    expected = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[precision]
-    assert (module.seen_dtype, history["precision"]) == (expected, str(expected).removeprefix("torch."))
-    losses = [entry["losses"]["label"] for entry in history["epochs"]]
-    assert losses[-1] < 0.5 * losses[0]
-    assert all(weights.dtype == torch.float32 for weights in module.parameters())
-
-
-def test_a_resumed_run_in_fp16_goes_on_with_its_loss_scale(rows: Encoded, tmp_path: Path) -> None:
-    config = settings(precision="fp16")
-    with pytest.raises(KilledError):
-        train(Counted(die_after=5), rows, tmp_path, config)
-    resumed, whole = Counted(), Counted()
-    train(resumed, rows, tmp_path, config)
-    train(whole, rows, tmp_path / "whole", config)
-    assert_same_weights(resumed, whole)
-
-
-def test_bf16_is_refused_where_a_gpu_only_emulates_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: including_emulation)
-    assert _dtype("auto", torch.device("cuda")) == torch.float16
-    assert _dtype("fp32", torch.device("cuda")) == torch.float32
-    with pytest.raises(ConfigError, match=r'precision is "bf16" and this GPU does not compute in it; use "fp16"'):
-        _dtype("bf16", torch.device("cuda"))
-
-
-def test_half_precision_on_a_cpu_attends_as_before(rows: Encoded, tmp_path: Path) -> None:
-    module, fused = Counted(dropout=0.0), tiny.bert(layers=1, hidden=16)
-    train(module, rows, tmp_path, settings(epochs=0.1, precision="bf16"))
-    fused.load_state_dict(module.model.state_dict())
-    batch = Tensors.of(rows.batch(np.arange(9)), WORLD.device)
-    inputs = {"input_ids": batch.input_ids_BS, "attention_mask": batch.mask_BS}
-    assert type(module.model.bert.encoder.layer[0].attention.self) is not type(
-        fused.bert.encoder.layer[0].attention.self
-    )
-    assert_close(module.model(**inputs).logits, fused(**inputs).logits)
-
-
-def test_a_frozen_model_answers_the_same_after_its_cast(rows: Encoded) -> None:
-    model = tiny.lively(tiny.bert())
-    batch = Tensors.of(rows.batch(np.arange(9)), WORLD.device)
-
-    def answer() -> Tensor:
-        with torch.no_grad(), autocast(WORLD, "bf16"):
-            return model(input_ids=batch.input_ids_BS, attention_mask=batch.mask_BS).logits
-
-    before = answer()
-    cast_frozen(model, WORLD, "bf16")
-    assert model.bert.encoder.layer[0].output.dense.weight.dtype == torch.bfloat16
-    assert torch.equal(answer(), before)
-
-
-def train_in_two(world: World, rows: Encoded, folder: Path) -> None:
-    """What each of two processes does: a whole run, one that is cut, and one that a single process began."""
-    whole = exact()
-    config = settings(precision="fp32", accumulate=2)
-    history = fit(
-        whole, rows, config, world=world, seed=7, folder=folder / "whole", validate=lambda: 0.5 + 0.1 * world.rank
-    )
-    save_file(whole.state_dict(), folder / f"whole-{world.rank}")
-    assert [entry["validation"] for entry in history["epochs"]] == [0.5] * 3  # the leader's
-    config = settings(precision="fp32")
-    with pytest.raises(KilledError):
-        fit(exact(die_after=4), rows, config, world=world, seed=7, folder=folder / "two-then-one")
-    world.barrier()  # the cut run's last checkpoint is the leader's
-    resumed = exact()
-    history = fit(resumed, rows, config, world=world, seed=7, folder=folder / "one-then-two")
-    save_file(resumed.state_dict(), folder / f"resumed-{world.rank}")
-    assert (resumed.steps, history["steps"]) == (6, 9)
-
-
-@pytest.mark.slow
-def test_two_processes_do_what_one_does_and_take_up_its_work(uneven: Encoded, tmp_path: Path) -> None:
-    config, whole, resumed = settings(precision="fp32"), exact(), exact()
-    train(whole, uneven, tmp_path / "one", config)
-    with pytest.raises(KilledError):
-        train(exact(die_after=4), uneven, tmp_path / "one-then-two", config)
-    launch(train_in_two, uneven, tmp_path, processes=2, device="cpu")
-    train(resumed, uneven, tmp_path / "two-then-one", config)
-    expected = whole.state_dict()
-    assert_nearly_same_weights(resumed.state_dict(), expected)
-    assert resumed.steps == 6
-    for name in ("whole", "resumed"):
-        first, second = (load_file(tmp_path / f"{name}-{rank}") for rank in range(2))
-        assert all(torch.equal(weights, second[key]) for key, weights in first.items())
-        assert_nearly_same_weights(first, expected)
-
-
-# Forked, not started anew: importing PyTorch takes longer than all of the training.
-KILLED = """\
-import os, random, select, signal, sys, time
-from pathlib import Path
-from safetensors.torch import save_file
-from compressor import training
-from tests import tiny
-from tests.compressor.test_training import Counted, settings, train
-
-folder, draw = Path(sys.argv[1]), random.Random(0)
-training.CHECKPOINT_EVERY_S = 0.0
-rows = tiny.encoded(folder / "rows", train=64)
-told, tell = os.pipe()
-
-class Telling(Counted):
-    def forward(self, batch):
-        os.write(tell, b".")
-        return super().forward(batch)
-
-def start(name, kind):
-    child = os.fork()
-    if child == 0:
-        module = kind()
-        train(module, rows, folder / name, settings(epochs=30.0, precision="fp32"), validate=lambda: 0.5)
-        save_file(module.state_dict(), folder / f"{name}.safetensors", {"steps": str(module.steps)})
-        os._exit(0)
-    return child
-
-assert os.waitpid(start("whole", Counted), 0)[1] == 0
-# Ten times some seven of the 120 steps, counted and not timed: no machine is fast enough to come to the end
-# before, nor slow enough to be killed ten times before its first checkpoint.
-for _ in range(10):
-    child = start("cut", Telling)
-    for _ in range(draw.randint(2, 7)):
-        os.read(told, 1)
-    time.sleep(draw.uniform(0.0, 0.01))
-    os.kill(child, signal.SIGKILL)
-    assert os.WIFSIGNALED(os.waitpid(child, 0)[1]), "it had come to its end before"
-    while select.select([told], [], [], 0)[0]:
-        os.read(told, 80)
-assert os.waitpid(start("cut", Counted), 0)[1] == 0
-"""
-
-
-@pytest.mark.slow
-def test_a_run_that_is_killed_ten_times_ends_with_the_same_weights(tmp_path: Path) -> None:
-    root = Path(__file__).parents[2]
-    done = subprocess.run(
-        [sys.executable, "-c", KILLED, tmp_path], capture_output=True, check=False, cwd=root, timeout=200
-    )
-    assert done.returncode == 0, done.stderr.decode()
-    whole, cut = (load_file(tmp_path / f"{name}.safetensors") for name in ("whole", "cut"))
-    assert all(torch.equal(weights, cut[name]) for name, weights in whole.items())
-    with safe_open(tmp_path / "cut.safetensors", framework="pt") as file:
-        assert 0 < int(file.metadata()["steps"]) < 120  # the last of eleven had only some of the steps left

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import csv
-import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +15,7 @@ from compressor.artifact import Artifact
 from compressor.config import CorpusConfig, TaskConfig
 from compressor.dataset import read_examples, task_of, texts_of
 from compressor.errors import DataError, SourceError
-from compressor.stages.corpus import corpus, find_labels, read_source
+from compressor.stages.corpus import corpus, read_source
 from compressor.tasks import TASKS, Task
 
 SINGLE = [("one text", 0), ("another text", 1), ("a third", 1)]
@@ -357,176 +355,3 @@ def test_the_rated_sentences_are_refused_for_other_tasks(task):
     )
     with pytest.raises(SourceError, match=sentence):
         read("index:vaderSentiment==3.3.2", task)
-
-
-# ---- tasks of the user's own
-
-
-def own(**fields: Any) -> TaskConfig:
-    return TaskConfig(**({"name": "topics", "columns": ("title",), "label": "topic"} | fields))
-
-
-def table(path: Path, rows: Sequence[Mapping[str, Any]]) -> Path:
-    """A file of the user's, in the format of its suffix."""
-    match path.suffix:
-        case ".tsv":
-            lines = ["\t".join(map(str, cells)) for cells in [rows[0], *(row.values() for row in rows)]]
-            path.write_text("\n".join(lines), encoding="utf-8")
-        case ".csv":
-            with path.open("w", encoding="utf-8", newline="") as file:
-                writer = csv.DictWriter(file, list(rows[0]))
-                writer.writeheader()
-                writer.writerows(rows)
-        case ".jsonl":
-            path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-        case ".parquet":
-            pq.write_table(pa.Table.from_pylist(list(rows)), path)
-    return path
-
-
-SUFFIXES = (".tsv", ".csv", ".jsonl", ".parquet")
-
-
-@pytest.mark.parametrize("suffix", SUFFIXES)
-@pytest.mark.parametrize("columns", [("title",), ("title", "body")])
-def test_one_or_two_columns_and_many_labels(suffix, columns, tmp_path):
-    labels = [f"Topic {number:02}" for number in range(30)]
-    rows = [{"id": 7, "body": "text", "topic": label, "title": f"about {label}"} for label in labels[::-1]]
-    path = table(tmp_path / f"x{suffix}", rows)
-    config = own(columns=columns)
-    found = find_labels(CorpusConfig(source=str(path)), config)
-    assert found == tuple(labels)
-    task = config.model_copy(update={"labels": found}).row()
-    texts = [(f"about {label}", "text")[: len(columns)] for label in labels]
-    assert all_rows(path, task) == [*zip(texts, range(30), strict=True)][::-1]
-
-
-@pytest.mark.parametrize(
-    ("suffix", "values", "labels"),
-    [
-        (".jsonl", [True, False], ("false", "true")),
-        (".parquet", [True, False], ("false", "true")),
-        (".csv", ["TRUE", "FALSE"], ("FALSE", "TRUE")),
-        (".jsonl", [3, 1, 2], ("1", "2", "3")),
-        (".parquet", [3, 1, 2], ("1", "2", "3")),
-        (".parquet", [3.0, 1.0, 2.0], ("1", "2", "3")),
-        (".csv", [-1, 1], ("-1", "1")),
-        (".jsonl", ["spam", "Ham", "ham", " Spam "], ("Ham", "spam")),
-    ],
-)
-def test_labels_are_texts_whole_numbers_or_truth_values(suffix, values, labels, tmp_path):
-    path = table(
-        tmp_path / f"x{suffix}", [{"title": f"text {number}", "topic": value} for number, value in enumerate(values)]
-    )
-    config = own()
-    assert find_labels(CorpusConfig(source=str(path)), config) == labels
-    task = config.model_copy(update={"labels": labels}).row()
-    folded = [label.casefold() for label in labels]
-    written = [str(int(value) if isinstance(value, float) else value).strip().casefold() for value in values]
-    assert [label for _, label in all_rows(path, task)] == [folded.index(value) for value in written]
-
-
-@pytest.mark.parametrize("suffix", SUFFIXES)
-def test_numbers_to_predict(suffix, tmp_path):
-    scores = [-1.0, 0.5, 1e6, 3.0]
-    path = table(
-        tmp_path / f"x{suffix}", [{"title": f"text {number}", "topic": score} for number, score in enumerate(scores)]
-    )
-    assert [score for _, score in all_rows(path, own(metric="pearson").row())] == scores
-
-
-def test_whole_numbers_are_scores_and_truth_values_are_not(tmp_path):
-    path = table(tmp_path / "x.jsonl", [{"title": "a", "topic": 4}, {"title": "b", "topic": True}])
-    with pytest.raises(DataError, match=r"x.jsonl, line 2: score True is no finite number"):
-        all_rows(path, own(metric="spearman").row())
-
-
-@pytest.mark.parametrize("score", ["NaN", "Infinity", "[1]", "1" + "0" * 400])
-def test_json_that_is_no_finite_number_is_refused(score, tmp_path):
-    (tmp_path / "x.jsonl").write_text(f'{{"title": "a", "topic": {score}}}\n', encoding="utf-8")
-    with pytest.raises(DataError, match=r"x.jsonl, line 1: score .* is no finite number"):
-        all_rows(tmp_path / "x.jsonl", own(metric="pearson").row())
-
-
-def test_minus_one_may_be_an_answer_of_a_test_file(tmp_path):
-    rows = [{"title": f"text {number}", "topic": number % 2 * 2 - 1} for number in range(40)]
-    for split in ("train", "validation", "test"):
-        table(tmp_path / f"{split}.csv", rows)
-    for task in (own(labels=("-1", "1")).row(), own(metric="pearson").row()):
-        assert {split: len(found) for split, found in read(tmp_path, task).items()} == {
-            "train": 40,
-            "validation": 40,
-            "test": 40,
-        }
-
-
-def test_an_unknown_label_is_refused_with_the_first_of_many(tmp_path):
-    path = table(tmp_path / "x.csv", [{"title": "a", "topic": "sprots"}])
-    task = own(labels=tuple(f"t{number}" for number in range(30))).row()
-    with pytest.raises(
-        DataError, match=r"line 2: label 'sprots' is unknown; labels of topics are t0, .*, t19 and 10 more"
-    ):
-        all_rows(path, task)
-
-
-def test_a_data_set_of_the_user_s_on_the_hub(hub):
-    features = datasets.Features({"title": datasets.Value("string"), "topic": datasets.ClassLabel(names=["b", "a"])})
-    data = datasets.Dataset.from_dict({"title": ["x", "y"] * 30, "topic": [0, 1] * 30}, features=features)
-    asked = hub(train=data)
-    config = CorpusConfig(source="hub:me/topics")
-    assert find_labels(config, own()) == ("a", "b")
-    found, facts = read_source(config, own(labels=("a", "b")).row(), seed=0)
-    assert {label for _, label in found["train"]} == {0, 1}
-    assert facts["provenance"] == "hub:me/topics"
-    assert asked == [("me/topics", None)] * 2
-
-
-# ---- labels that the recipe does not list
-
-
-def test_labels_are_those_of_the_training_file_alone(tmp_path):
-    table(tmp_path / "train.csv", [{"topic": "b"}, {"topic": "a"}])
-    table(tmp_path / "dev.csv", [{"topic": "c"}])
-    assert find_labels(CorpusConfig(source=str(tmp_path)), own()) == ("a", "b")
-
-
-@pytest.mark.parametrize(
-    ("rows", "sentence"),
-    [
-        ([{"topic": "a"}, {"topic": "A "}], r"x.jsonl has only label 'a' in column 'topic'; .* at least two labels"),
-        ([{"title": "a"}], r"x.jsonl, line 1: no column 'topic'; found 'title'"),
-        ([{"topic": None}], r"x.jsonl, line 1: no column 'topic'; it is empty"),
-        ([{"topic": " "}], r"x.jsonl, line 1: label ' ' is no text, whole number, true or false"),
-        ([{"topic": ["a"]}], r"x.jsonl, line 1: label \['a'\] is no text"),
-        ([{"topic": 0.5}], r"line 1: label 0.5 is no text, .*; set task.metric to 'pearson' to predict numbers"),
-        (
-            [{"topic": f"{number / 7}"} for number in range(1001)],
-            r"x.jsonl has more than 1,000 labels in column 'topic': they look like numbers; set task.metric to 'pears",
-        ),
-    ],
-)
-def test_labels_that_cannot_be_are_refused(rows, sentence, tmp_path):
-    path = table(tmp_path / "x.jsonl", rows)
-    with pytest.raises(DataError, match=sentence):
-        find_labels(CorpusConfig(source=str(path)), own())
-
-
-def test_a_thousand_labels_are_found(tmp_path):
-    path = table(tmp_path / "x.jsonl", [{"topic": number} for number in range(1000)])
-    assert len(find_labels(CorpusConfig(source=str(path)), own())) == 1000
-
-
-def test_an_empty_training_file_has_no_labels(tmp_path):
-    (tmp_path / "x.csv").write_text("title,topic\n", encoding="utf-8")
-    with pytest.raises(DataError, match=r"x.csv has no rows in column 'topic'"):
-        find_labels(CorpusConfig(source=str(tmp_path / "x.csv")), own())
-
-
-def test_labels_of_a_source_that_is_not_there_are_refused():
-    with pytest.raises(SourceError, match=r"corpus.source is 'absent.csv', and there is no such file or folder"):
-        find_labels(CorpusConfig(source="absent.csv"), own())
-
-
-def test_the_rated_sentences_have_no_labels_of_the_user_s():
-    with pytest.raises(SourceError, match=r"for topics give your own with --data"):
-        find_labels(CorpusConfig(source="index:vaderSentiment==3.3.2"), own())

@@ -1,0 +1,125 @@
+"""How one file or a folder becomes training, validation and test rows."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from itertools import chain
+from pathlib import Path
+
+import pytest
+
+from compressor.errors import DataError
+from tests.compressor.stages.test_corpus import HARD, MANY, SPLITS, make, rows_of, write
+
+# ---- splits
+
+
+def test_one_file_is_cut_into_three_splits_that_share_no_row(tmp_path):
+    found = rows_of(make(write(tmp_path / "x.tsv", MANY), tmp_path / "out", validation=0.2, test=0.1))
+    assert {split: len(rows) for split, rows in found.items()} == {"train": 70, "validation": 20, "test": 10}
+    assert sorted(chain(*found.values())) == sorted(MANY)
+
+
+def test_every_split_keeps_each_label_s_share(tmp_path):
+    rows = [(f"text {number}", int(number % 4 == 0)) for number in range(400)]
+    found = rows_of(make(write(tmp_path / "x.tsv", rows), tmp_path / "out"))
+    for split in SPLITS:
+        counts = Counter(label for _, label in found[split])
+        assert counts[1] / counts.total() == pytest.approx(0.25, abs=0.02)
+
+
+def test_the_split_is_fixed_by_the_seed(tmp_path):
+    path = write(tmp_path / "x.tsv", MANY)
+    one, again, other = (rows_of(make(path, tmp_path / f"out{n}", seed=seed)) for n, seed in enumerate((1, 1, 2)))
+    assert one == again
+    assert one["test"] != other["test"]
+
+
+def test_rows_keep_the_order_of_the_file(tmp_path):
+    found = rows_of(make(write(tmp_path / "x.tsv", MANY), tmp_path / "out"))
+    for rows in found.values():
+        assert [MANY.index(row) for row in rows] == sorted(MANY.index(row) for row in rows)
+
+
+def test_equal_texts_are_on_the_same_side(tmp_path):
+    rows = [(f"text {number % 40}", number % 2) for number in range(200)]
+    rows += [(f"text {number}", 1 - number % 2) for number in range(10)]  # the same text with both labels
+    found = rows_of(make(write(tmp_path / "x.tsv", rows), tmp_path / "out", validation=0.2, test=0.2))
+    sides = [{text for text, _ in found[split]} for split in SPLITS]
+    assert sum(map(len, sides)) == len(set.union(*sides)) == 40
+    assert sum(map(len, found.values())) == 210
+
+
+def folder(tmp_path: Path, **files: Sequence[tuple[str, object]]) -> Path:
+    data = tmp_path / "data"
+    data.mkdir()
+    for name, rows in files.items():
+        write(data / f"{name}.tsv", rows)
+    return data
+
+
+DEV = [("dev bad", 0), ("dev good", 1)]
+
+
+TEST = [("test bad", 0), ("test good", 1)]
+
+
+def test_a_folder_with_dev_only_reports_on_dev_and_chooses_on_rows_of_train(tmp_path):
+    found = rows_of(made := make(folder(tmp_path, train=MANY, dev=DEV), tmp_path / "out"))
+    assert found["test"] == DEV
+    assert sorted(found["train"] + found["validation"]) == sorted(MANY)
+    assert len(found["validation"]) == 10
+    assert "one held-out file, used only for reporting" in made.metrics["splits"]
+
+
+def test_a_folder_with_all_three_is_taken_as_given(tmp_path):
+    made = make(folder(tmp_path, train=MANY, validation=DEV, test=TEST), tmp_path / "out")
+    assert rows_of(made) == {"train": MANY, "validation": DEV, "test": TEST}
+    assert "as given" in made.metrics["splits"]
+
+
+def test_a_folder_with_a_labelled_test_reports_on_it(tmp_path):
+    found = rows_of(make(folder(tmp_path, train=MANY, test=TEST), tmp_path / "out"))
+    assert (found["test"], len(found["validation"])) == (TEST, 10)
+
+
+def test_a_folder_with_train_only_is_cut_like_one_file(tmp_path):
+    from_folder = rows_of(make(folder(tmp_path, train=MANY), tmp_path / "out"))
+    assert from_folder == rows_of(make(write(tmp_path / "x.tsv", MANY), tmp_path / "other"))
+
+
+def test_a_test_file_with_withheld_labels_is_ignored(tmp_path):
+    data = folder(tmp_path, train=MANY, dev=DEV, test=[("unknown", -1), ("unknown too", -1)])
+    assert rows_of(make(data, tmp_path / "out"))["test"] == DEV
+
+
+def test_a_test_file_without_labels_is_ignored(tmp_path):
+    data = folder(tmp_path, train=MANY, dev=DEV)
+    (data / "test.tsv").write_text("index\tsentence\n0\tunknown\n", encoding="utf-8")
+    assert rows_of(make(data, tmp_path / "out"))["test"] == DEV
+
+
+def test_a_test_file_that_loses_its_labels_half_way_is_refused_not_cut_short(tmp_path):
+    data = folder(tmp_path, train=MANY, dev=DEV, test=[*TEST, ("unknown", -1)])
+    with pytest.raises(DataError, match=r"test.tsv, line 4: label '-1' is unknown"):
+        make(data, tmp_path / "out")
+
+
+def test_training_rows_need_labels(tmp_path):
+    with pytest.raises(DataError, match=r"train.tsv, line 2: label '-1' is unknown"):
+        make(folder(tmp_path, train=[("unknown", -1)], dev=DEV), tmp_path / "out")
+
+
+def test_all_formats_give_the_same_examples(tmp_path):
+    contents = set()
+    for suffix in (".tsv", ".csv", ".jsonl", ".parquet"):
+        path = write(tmp_path / f"x{suffix}", [*MANY, *((text, 1) for text in HARD)])
+        contents.add(make(path, tmp_path / f"out{suffix[1:]}").content)
+    assert len(contents) == 1
+
+
+def test_the_report_counts_rows_by_split_and_label(tmp_path):
+    made = make(folder(tmp_path, train=MANY, validation=DEV, test=TEST), tmp_path / "out")
+    assert made.metrics["rows"]["train"] == {"negative": 50, "positive": 50}
+    assert made.metrics["rows"]["test"] == {"negative": 1, "positive": 1}
