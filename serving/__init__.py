@@ -7,7 +7,7 @@ A leaf: it needs neither torch nor transformers, and its client needs no ONNX Ru
         client.classify(["a gripping film"])
 """
 
-from serving.client import Answer, Classification, Classifier, Client, FakeClient, Regression
+from serving.client import Classifier, Client, FakeClient
 from serving.errors import (
     DeadlineError,
     ModelError,
@@ -18,6 +18,7 @@ from serving.errors import (
     StartError,
     UnavailableError,
 )
+from serving.exchange import Answer, Classification, Regression
 from serving.model import Queue, ServedModel, Text
 from serving.repository import read, rollback, write
 from serving.runtime import TritonServer, free_port

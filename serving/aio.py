@@ -2,14 +2,32 @@
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
 from types import TracebackType
 from typing import Literal, Self, assert_never
 
 from serving.aio_transport import AsyncTransport, GrpcTransport, HttpTransport
-from serving.client import FIRST_PAUSE_S, Answer, Result, address_of, answers, asked, check_pairs, encode_all
-from serving.errors import UnavailableError
+from serving.errors import RequestError, ServingError, UnavailableError
+from serving.exchange import (
+    FIRST_PAUSE_S,
+    MOST_CHANGES,
+    Answer,
+    Result,
+    StaleFactsError,
+    address_of,
+    answers,
+    asked,
+    check_pairs,
+    encode_all,
+    numbered,
+    parts,
+    restless,
+)
 from serving.model import Text
 from serving.transport import ModelFacts, Served
+
+IN_FLIGHT = 4
+"""Requests of one call of `classify` that the server has at a time: with more, the last would be late for waiting."""
 
 
 class AsyncClient:
@@ -19,7 +37,7 @@ class AsyncClient:
             (answer,) = await client.classify(["a gripping film"])
 
     Any number of tasks may share one client. Arguments, answers and errors are those of `Client`; more texts than the
-    model takes at once go as several requests at the same time. Made where an event loop runs.
+    model takes at once go as several requests, `IN_FLIGHT` of them at the same time. Made where an event loop runs.
     """
 
     def __init__(
@@ -46,17 +64,23 @@ class AsyncClient:
         self._facts: ModelFacts | None = None
 
     async def classify(self, texts: Sequence[Text]) -> list[Answer]:
-        """Return one answer for each text or (first, second) pair, in order; [] for no texts."""
+        """Return one answer for each text or (first, second) pair, in order; [] for no texts.
+
+        Raises what `Client.classify` does. The first error ends the requests that are under way, and no more are sent.
+        """
         raw = encode_all(texts)
         if not raw:
             return []
-        facts = await self._known()
-        check_pairs(texts, self._served.name, facts.is_pair)
-        step = facts.max_batch_size
-        parts = await asyncio.gather(
-            *(self._request(facts, texts[n : n + step], raw[n : n + step]) for n in range(0, len(raw), step))
-        )
-        return [answer for part in parts for answer in part]
+        for _ in range(MOST_CHANGES):
+            facts = await self._known()
+            try:
+                with suppress(StaleFactsError):
+                    return await self._classify(facts, texts, raw)
+            except RequestError:
+                # Another version may take what this one refuses.
+                if not await self._has_changed(facts):
+                    raise
+        raise restless(self._served.name)
 
     async def is_ready(self) -> bool:
         """Say whether the server and the model are ready; False if no server answers."""
@@ -76,16 +100,60 @@ class AsyncClient:
         """Close the connection."""
         await self.close()
 
+    async def _classify(
+        self, facts: ModelFacts, texts: Sequence[Text], raw: Sequence[tuple[bytes, ...]]
+    ) -> list[Answer]:
+        check_pairs(texts, self._served.name, facts.is_pair)
+        free = asyncio.Semaphore(IN_FLIGHT)
+
+        async def ask(part: slice) -> list[Answer]:
+            async with free:
+                with numbered(part, len(raw)):
+                    return await self._request(facts, texts[part], raw[part])
+
+        try:
+            async with asyncio.TaskGroup() as group:
+                asking = [group.create_task(ask(part)) for part in parts(raw, facts.max_batch_size)]
+        except ExceptionGroup as found:
+            error = found.exceptions[0]
+        else:
+            return [answer for task in asking for answer in task.result()]
+        # Here and not above, where it would be shown as caused by the group that holds it.
+        raise error
+
     async def _request(
         self, facts: ModelFacts, texts: Sequence[Text], raw: Sequence[tuple[bytes, ...]]
     ) -> list[Answer]:
         inputs, outputs = asked(facts, raw)
-        return answers(facts, texts, await self._tried(lambda: self._transport.infer(self._served, inputs, outputs)))
+        version, columns = await self._tried(lambda: self._transport.infer(self._served, inputs, outputs))
+        return answers(await self._facts_of(version), texts, columns)
 
     async def _known(self) -> ModelFacts:
         if self._facts is None:
             self._facts = await self._tried(lambda: self._transport.facts(self._served))
         return self._facts
+
+    async def _facts_of(self, version: str) -> ModelFacts:
+        """Return the facts of a version that has answered; raise StaleFactsError if it is gone since."""
+        if self._facts is not None and self._facts.version == version:
+            return self._facts
+        try:
+            facts = await self._transport.facts(self._served._replace(version=version))
+        except (RequestError, UnavailableError) as error:
+            self._facts = None
+            raise StaleFactsError from error
+        self._facts = facts
+        return facts
+
+    async def _has_changed(self, facts: ModelFacts) -> bool:
+        """Say whether the model is other than these facts say, which are then the new ones."""
+        try:
+            now = await self._transport.facts(self._served)
+        except ServingError:
+            return False
+        if now != facts:
+            self._facts = now
+        return now != facts
 
     async def _tried(self, ask: Callable[[], Awaitable[Result]]) -> Result:
         for left in reversed(range(self._retries + 1)):

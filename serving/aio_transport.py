@@ -10,13 +10,15 @@ import tritonclient.http.aio as library
 from tritonclient.grpc import service_pb2, service_pb2_grpc
 
 from serving.errors import DeadlineError, UnavailableError
-from serving.messages import Column, infer_request
-from serving.messages import columns as columns_of
+from serving.messages import columns, infer_request
 from serving.transport import (
+    Answered,
     ModelFacts,
     Served,
+    answered,
     border,
     channel_options,
+    closed,
     facts_of,
     facts_of_json,
     http_request,
@@ -29,7 +31,7 @@ _CONNECTIONS = 100
 class AsyncTransport(Protocol):
     """One protocol of the server."""
 
-    async def infer(self, model: Served, inputs: Mapping[str, Sequence[bytes]], outputs: Sequence[str]) -> list[Column]:
+    async def infer(self, model: Served, inputs: Mapping[str, Sequence[bytes]], outputs: Sequence[str]) -> Answered:
         """Send one request, the texts of each input by its name, and return the outputs asked for."""
 
     async def facts(self, model: Served) -> ModelFacts:
@@ -51,23 +53,24 @@ class GrpcTransport:
         self._channel = grpc.aio.insecure_channel(address, options=channel_options(address))
         self._service = service_pb2_grpc.GRPCInferenceServiceStub(self._channel)
 
-    async def infer(self, model: Served, inputs: Mapping[str, Sequence[bytes]], outputs: Sequence[str]) -> list[Column]:
+    async def infer(self, model: Served, inputs: Mapping[str, Sequence[bytes]], outputs: Sequence[str]) -> Answered:
         """Send one request, the texts of each input by its name, and return the outputs asked for."""
         request = infer_request(model.name, model.version, inputs, outputs)
-        with border(self._address, self._timeout_s):
-            return columns_of(await self._service.ModelInfer(request, timeout=self._timeout_s), outputs)
+        with _grpc_border(self._address, self._timeout_s):
+            response = await self._service.ModelInfer(request, timeout=self._timeout_s)
+            return Answered(response.model_version, columns(response, outputs))
 
     async def facts(self, model: Served) -> ModelFacts:
         """Read the configuration of a model."""
         request = service_pb2.ModelConfigRequest(name=model.name, version=model.version)
-        with border(self._address, self._timeout_s):
-            return facts_of((await self._service.ModelConfig(request, timeout=self._timeout_s)).config)
+        with _grpc_border(self._address, self._timeout_s):
+            return facts_of(model, (await self._service.ModelConfig(request, timeout=self._timeout_s)).config)
 
     async def is_ready(self, model: Served) -> bool:
         """Say whether the server and a model are ready; False if no server answers."""
         request = service_pb2.ModelReadyRequest(name=model.name, version=model.version)
         try:
-            with border(self._address, self._timeout_s):
+            with _grpc_border(self._address, self._timeout_s):
                 server = await self._service.ServerReady(service_pb2.ServerReadyRequest(), timeout=self._timeout_s)
                 found = await self._service.ModelReady(request, timeout=self._timeout_s)
                 return bool(server.ready and found.ready)
@@ -87,12 +90,12 @@ class HttpTransport:
         self._address, self._timeout_s = address, timeout_s
         self._client = library.InferenceServerClient(address, conn_limit=_CONNECTIONS, conn_timeout=timeout_s)
 
-    async def infer(self, model: Served, inputs: Mapping[str, Sequence[bytes]], outputs: Sequence[str]) -> list[Column]:
+    async def infer(self, model: Served, inputs: Mapping[str, Sequence[bytes]], outputs: Sequence[str]) -> Answered:
         """Send one request, the texts of each input by its name, and return the outputs asked for."""
         tensors, wanted = http_request(library, inputs, outputs)
         with _http_border(self._address, self._timeout_s):
             result = await self._client.infer(model.name, tensors, model.version, outputs=wanted)
-        return [result.as_numpy(name).tolist() for name in outputs]
+        return answered(result, outputs)
 
     async def facts(self, model: Served) -> ModelFacts:
         """Read the configuration of a model."""
@@ -116,11 +119,26 @@ class HttpTransport:
 
 
 @contextmanager
+def _grpc_border(address: str, timeout_s: float) -> Iterator[None]:
+    """Turn the errors of gRPC into those of this package."""
+    try:
+        with border(address, timeout_s):
+            yield
+    except grpc.aio.UsageError as error:
+        raise closed(address) from error
+
+
+@contextmanager
 def _http_border(address: str, timeout_s: float) -> Iterator[None]:
     """Turn the errors of HTTP into those of this package; some of its own have no base in the standard library."""
     with border(address, timeout_s):
         try:
             yield
+        except RuntimeError as error:
+            # aiohttp has no type of its own for it.
+            if "Session is closed" not in str(error):
+                raise
+            raise closed(address) from error
         except aiohttp.ClientError as error:
             if isinstance(error, TimeoutError | OSError):
                 raise

@@ -77,6 +77,16 @@ def choose_threshold(
     )
 
 
+def cascade_answers(
+    student: Sequence[dict[str, float]], teacher: Sequence[dict[str, float]], threshold: float
+) -> list[dict[str, float]]:
+    """Return the probabilities that a cascade answers where these are its models', row by row: as `entry.cascade`."""
+    return [
+        sure if max(sure.values()) >= threshold else {label: asked[label] for label in sure}
+        for sure, asked in zip(student, teacher, strict=True)
+    ]
+
+
 def _is_right(rows: Sequence[dict[str, float]], labels: Sequence[str]) -> NDArray[np.bool_]:
     import numpy as np
 

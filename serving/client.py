@@ -5,69 +5,32 @@
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import suppress
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Literal, Protocol, Self, TypeVar, assert_never
+from typing import TYPE_CHECKING, Any, Literal, Protocol, Self, assert_never
 
 from serving.errors import RequestError, ServingError, UnavailableError
+from serving.exchange import (
+    FIRST_PAUSE_S,
+    MOST_CHANGES,
+    Answer,
+    Result,
+    StaleFactsError,
+    address_of,
+    answers,
+    asked,
+    check_pairs,
+    classification,
+    encode_all,
+    numbered,
+    parts,
+    regression,
+    restless,
+)
 from serving.model import Text
 
 if TYPE_CHECKING:
     from serving.transport import ModelFacts, Transport
-
-
-Result = TypeVar("Result")
-
-FIRST_PAUSE_S = 0.1
-"""Pause before the first retry; it doubles each time."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Classification:
-    """What a model with labels says of one text or pair."""
-
-    text: str
-    """The text as it was sent, or the first of the pair."""
-
-    pair: str | None = None
-    """The second text of the pair."""
-
-    label: str
-    """The most probable label."""
-
-    score: float
-    """The probability of `label`, 0 to 1."""
-
-    probabilities: dict[str, float]
-    """The probability of each label, in the order of the model's labels; they sum to 1."""
-
-    is_truncated: bool = False
-    """Whether the text was longer than the model reads, so that its end was not looked at."""
-
-    def top(self, count: int) -> list[tuple[str, float]]:
-        """Return the `count` most probable labels, each with its probability, the most probable first."""
-        return sorted(self.probabilities.items(), key=lambda item: -item[1])[:count]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Regression:
-    """What a model without labels says of one text or pair."""
-
-    text: str
-    """The text as it was sent, or the first of the pair."""
-
-    pair: str | None = None
-    """The second text of the pair."""
-
-    value: float
-    """The number, on the scale of the labels that the model was trained on."""
-
-    is_truncated: bool = False
-    """Whether the text was longer than the model reads, so that its end was not looked at."""
-
-
-Answer = Classification | Regression
-"""Which of the two is the model's nature: all answers of one model are of one kind."""
 
 
 class Classifier(Protocol):
@@ -122,7 +85,7 @@ class Client:
         Raises ServingError if the address or the time is wrong, or if the client library is not installed.
         """
         address = address_of(url, protocol, timeout_s)
-        self._model, self._retries = model, retries
+        self._retries = retries
         self._transport: Transport = _open(protocol, address, timeout_s)
         from serving.transport import Served
 
@@ -131,37 +94,36 @@ class Client:
 
     @property
     def labels(self) -> tuple[str, ...]:
-        """The labels of the model, asked of the server once; () if it answers numbers."""
+        """The labels of the version that answered last, or would answer first; () if it answers numbers."""
         return self._known().labels
 
     @property
     def is_pair(self) -> bool:
-        """Whether the model reads pairs, asked of the server once."""
+        """Whether that version reads pairs."""
         return self._known().is_pair
 
     def classify(self, texts: Sequence[Text]) -> list[Answer]:
         """Return one answer for each text or (first, second) pair, in order; [] for no texts.
 
         A model with labels answers Classifications, one without answers Regressions. More texts than the model takes
-        at once go as several requests. Raises RequestError if a text is refused (all of them must be good, and as the
-        model reads them: single or pairs), UnavailableError if no server answers or its queue is full, and
-        DeadlineError if a request takes longer than `timeout_s`.
+        at once go as several requests. Each answer has the labels of the version that gave it, also while versions
+        change. Raises RequestError if a text is refused (all of them must be good, and as the model reads them: single
+        or pairs), UnavailableError if no server answers or its queue is full, and DeadlineError if a request takes
+        longer than `timeout_s`.
         """
         raw = encode_all(texts)
         if not raw:
             return []
-        facts = self._known()
-        check_pairs(texts, self._model, facts.is_pair)
-        found: list[Answer] = []
-        for start in range(0, len(raw), facts.max_batch_size):
-            stop = start + facts.max_batch_size
+        for _ in range(MOST_CHANGES):
+            facts = self._known()
             try:
-                found += self._request(facts, texts[start:stop], raw[start:stop])
-            except RequestError as error:
-                # The server counts the texts of one request; the caller has sent more.
-                where = f"texts {start} to {min(stop, len(raw)) - 1}: " if len(raw) > facts.max_batch_size else ""
-                raise RequestError(f"{where}{error}") from error
-        return found
+                with suppress(StaleFactsError):
+                    return self._classify(facts, texts, raw)
+            except RequestError:
+                # Another version may take what this one refuses.
+                if not self._has_changed(facts):
+                    raise
+        raise restless(self._served.name)
 
     def is_ready(self) -> bool:
         """Say whether the server and the model are ready; False if no server answers."""
@@ -181,14 +143,43 @@ class Client:
         """Close the connection."""
         self.close()
 
+    def _classify(self, facts: "ModelFacts", texts: Sequence[Text], raw: Sequence[tuple[bytes, ...]]) -> list[Answer]:
+        check_pairs(texts, self._served.name, facts.is_pair)
+        found: list[Answer] = []
+        for part in parts(raw, facts.max_batch_size):
+            with numbered(part, len(raw)):
+                found += self._request(facts, texts[part], raw[part])
+        return found
+
     def _request(self, facts: "ModelFacts", texts: Sequence[Text], raw: Sequence[tuple[bytes, ...]]) -> list[Answer]:
         inputs, outputs = asked(facts, raw)
-        return answers(facts, texts, self._tried(lambda: self._transport.infer(self._served, inputs, outputs)))
+        version, columns = self._tried(lambda: self._transport.infer(self._served, inputs, outputs))
+        return answers(self._facts_of(version), texts, columns)
 
     def _known(self) -> "ModelFacts":
         if self._facts is None:
             self._facts = self._tried(lambda: self._transport.facts(self._served))
         return self._facts
+
+    def _facts_of(self, version: str) -> "ModelFacts":
+        """Return the facts of a version that has answered; raise StaleFactsError if it is gone since."""
+        if self._facts is None or self._facts.version != version:
+            self._facts = None
+            try:
+                self._facts = self._transport.facts(self._served._replace(version=version))
+            except (RequestError, UnavailableError) as error:
+                raise StaleFactsError from error
+        return self._facts
+
+    def _has_changed(self, facts: "ModelFacts") -> bool:
+        """Say whether the model is other than these facts say, which are then the new ones."""
+        try:
+            now = self._transport.facts(self._served)
+        except ServingError:
+            return False
+        if now != facts:
+            self._facts = now
+        return now != facts
 
     def _tried(self, ask: Callable[[], Result]) -> Result:
         pause_s = FIRST_PAUSE_S
@@ -273,42 +264,10 @@ class FakeClient:
         if isinstance(answer, Answer):
             return answer
         if isinstance(answer, str) and answer in self._labels:
-            return _classification(text, answer, 1.0, {label: float(label == answer) for label in self._labels})
+            return classification(text, answer, 1.0, {label: float(label == answer) for label in self._labels})
         if isinstance(answer, str) or self._labels:
             raise RequestError(f"the fake answers {answer!r}, which is none of its labels {self._labels}")
-        return _regression(text, float(answer))
-
-
-def address_of(url: str, protocol: str, timeout_s: float) -> str:
-    """Return host:port of a server's address; raise ServingError if it, or the time, is none."""
-    scheme, _, rest = url.rpartition("://")
-    address = rest.rstrip("/")
-    if scheme not in ("", protocol) or ":" not in address or "/" in address:
-        raise ServingError(f"server address {url!r} with protocol {protocol}; write host:port, like 127.0.0.1:8001")
-    if not timeout_s > 0:
-        raise ServingError(f"timeout_s is {timeout_s}; it must be more than 0 seconds")
-    return address
-
-
-def asked(facts: "ModelFacts", raw: Sequence[tuple[bytes, ...]]) -> tuple[dict[str, Sequence[bytes]], tuple[str, ...]]:
-    """Return the inputs of a request for these texts, by name, and the outputs to ask for."""
-    names = ("TEXT", "TEXT_PAIR") if facts.is_pair else ("TEXT",)
-    inputs: dict[str, Sequence[bytes]] = dict(zip(names, zip(*raw, strict=True), strict=True))
-    # The label and its score are in the probabilities, and each output costs the server time.
-    return inputs, ("PROBABILITIES" if facts.labels else "VALUE", "TRUNCATED")
-
-
-def answers(facts: "ModelFacts", texts: Sequence[Text], columns: Sequence[list[list[Any]]]) -> list[Answer]:
-    """Return the answers that the outputs of a request hold."""
-    found: list[Answer] = []
-    for text, row, (is_cut,) in zip(texts, *columns, strict=True):
-        if not facts.labels:
-            found.append(_regression(text, row[0], is_cut))
-            continue
-        score = max(row)
-        probabilities = dict(zip(facts.labels, row, strict=True))
-        found.append(_classification(text, facts.labels[row.index(score)], score, probabilities, is_cut))
-    return found
+        return regression(text, float(answer))
 
 
 def _open(protocol: Literal["http", "grpc"], address: str, timeout_s: float) -> "Transport":
@@ -326,57 +285,3 @@ def _open(protocol: Literal["http", "grpc"], address: str, timeout_s: float) -> 
             return transport.HttpTransport(address, timeout_s)
         case other:
             assert_never(other)
-
-
-def _classification(
-    text: Text, label: str, score: float, probabilities: dict[str, float], is_truncated: bool = False
-) -> Classification:
-    first, second = _parts(text)
-    return Classification(
-        text=first, pair=second, label=label, score=score, probabilities=probabilities, is_truncated=is_truncated
-    )
-
-
-def _regression(text: Text, value: float, is_truncated: bool = False) -> Regression:
-    first, second = _parts(text)
-    return Regression(text=first, pair=second, value=value, is_truncated=is_truncated)
-
-
-def _parts(text: Text) -> tuple[str, str | None]:
-    return text if isinstance(text, tuple) else (text, None)
-
-
-def check_pairs(texts: Sequence[Text], model: str, is_pair: bool) -> None:
-    """Raise RequestError unless each text is a pair, or none is."""
-    for index, text in enumerate(texts):
-        if isinstance(text, tuple) and not is_pair:
-            raise RequestError(f"text {index} is a pair and model {model} reads single texts; send one str for each")
-        if is_pair and not isinstance(text, tuple):
-            raise RequestError(f"text {index} is a single one and model {model} reads pairs; send (first, second)")
-
-
-def encode_all(texts: Sequence[Text]) -> list[tuple[bytes, ...]]:
-    """Return texts or pairs as UTF-8; raise RequestError if one is none, or cannot be encoded."""
-    if isinstance(texts, str):
-        raise RequestError("texts is one str; pass a list of them: [text]")
-    return [_encode(index, text) for index, text in enumerate(texts)]
-
-
-def _encode(index: int, text: Text) -> tuple[bytes, ...]:
-    if not isinstance(text, tuple):
-        return (_encode_str(f"text {index}", text),)
-    if len(text) != 2:
-        raise RequestError(f"text {index} is a tuple of {len(text)}; each text must be a str, or a pair of them")
-    return tuple(_encode_str(f"text {index}[{part}]", value) for part, value in enumerate(text))
-
-
-def _encode_str(name: str, text: str) -> bytes:
-    if not isinstance(text, str):
-        raise RequestError(f"{name} is a {type(text).__name__}; each text must be a str, or a pair (tuple) of them")
-    try:
-        return text.encode("utf-8")
-    except UnicodeEncodeError as error:
-        raise RequestError(
-            f"{name} holds the lone surrogate U+{ord(text[error.start]):04X} at position {error.start}, "
-            "which UTF-8 cannot carry; it was read with errors='surrogateescape' or cut inside a pair: decode it again"
-        ) from error

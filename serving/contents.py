@@ -2,15 +2,16 @@
 
 import hashlib
 import json
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from serving.cascade import Cascade
+from serving.cascade import Cascade, cascade_answers
 from serving.errors import ModelError
 from serving.inprocess import PAD_MULTIPLE, Files
-from serving.model import ServedModel
+from serving.model import ServedModel, Text
 from serving.sources import Source, read_source
 from serving.versions import CONFIGS, Content
 
@@ -19,6 +20,9 @@ if TYPE_CHECKING:
 
 EXPECTED = "expected.json"
 """In the version folder of a model that takes texts: its warm-up texts, and what they were answered when published."""
+
+CASCADE = "cascade.json"
+"""In the version folder of a cascade: its `Cascade`, and as `models` the digests of those whose answers are stored."""
 
 _BATCH_ROWS = 8
 """Rows of the warm-up request that stands for a batch."""
@@ -40,7 +44,8 @@ def contents_of(student: ServedModel, teacher: ServedModel | None, cascade: Casc
     if cascade is not None:
         if teacher is None or not student.labels:
             raise ModelError(f"{student.name} can have no cascade: that takes a teacher, and labels to be sure of")
-        found.append(_cascade(student, teacher, teacher_name, cascade))
+        asked = {content.name: content.digest for content in found if content.name in (student.name, teacher_name)}
+        found.append(_cascade(student, teacher, teacher_name, cascade, asked))
     runtime = {} if student.runtime == "embedded" else {"runtime": student.runtime}
     return [replace(content, marker={**content.marker, **runtime}) for content in found]
 
@@ -57,15 +62,26 @@ def _check_fit(student: ServedModel, teacher: ServedModel, name: str) -> None:
         raise ModelError(f"teacher has runtime {teacher.runtime} but student {student.runtime}; one server has one")
 
 
-def _cascade(student: ServedModel, teacher: ServedModel, teacher_name: str, cascade: Cascade) -> Content:
+def _cascade(
+    student: ServedModel, teacher: ServedModel, teacher_name: str, cascade: Cascade, asked: Mapping[str, str]
+) -> Content:
+    """Return the cascade; `asked` are the digests of its models by name."""
     from serving import triton
 
     config = triton.cascade_config(student, teacher, teacher_name=teacher_name, threshold=cascade.threshold)
-    facts = json.dumps(asdict(cascade), indent=1).encode()
+    facts = json.dumps({**asdict(cascade), "models": asked}, indent=1).encode()
+    texts = student.warmup_texts
+    own, other = (files_of(model).answers(texts) for model in (student, teacher))
+    answers = cascade_answers(own, other, cascade.threshold)
     return Content(
         name=config.name,
         marker={"role": "cascade"},
-        files=_files(student, triton.to_text(config)) | {"model.py": _code("cascade.py"), "cascade.json": facts},
+        files={
+            **_files(student, triton.to_text(config)),
+            "model.py": _code("cascade.py"),
+            CASCADE: facts,
+            EXPECTED: _expected(texts, answers),
+        },
         warmup={},
     )
 
@@ -185,15 +201,18 @@ def files_of(model: ServedModel, *, pad_id: int | None = None) -> Files:
 
 def _text_files(model: ServedModel, config: str, source: Source) -> dict[str, Path | bytes]:
     """Return what a model that takes texts needs, and what it must answer: whoever deploys it asks for that first."""
-    numbers = files_of(model, pad_id=source.pad_id).answers(model.warmup_texts)
-    rows = [{"text": text, "answer": answer} for text, answer in zip(model.warmup_texts, numbers, strict=True)]
-    expected = json.dumps(rows, ensure_ascii=False, indent=1).encode()
+    answers = files_of(model, pad_id=source.pad_id).answers(model.warmup_texts)
     return {
         **_files(model, config),
         "model.py": _code("model.py"),
         "tokenizer.json": model.tokenizer,
-        EXPECTED: expected,
+        EXPECTED: _expected(model.warmup_texts, answers),
     }
+
+
+def _expected(texts: Sequence[Text], answers: Sequence[dict[str, float]]) -> bytes:
+    rows = [{"text": text, "answer": answer} for text, answer in zip(texts, answers, strict=True)]
+    return json.dumps(rows, ensure_ascii=False, indent=1).encode()
 
 
 def _files(model: ServedModel, config: str) -> dict[str, Path | bytes]:

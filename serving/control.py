@@ -1,11 +1,13 @@
 """Asks a running server about its models, and to load and unload them, over gRPC with the key of its own start.
 
-Who may control a server is who can read its run folder, which belongs to the user that started it.
+The key lies in the run folder, which only the user that started the server can read. It keeps out whoever reaches the
+server over the network, and not other users of the machine: Triton takes it on its command line, which `ps` shows them.
 """
 
 import fcntl
 import json
 import os
+import stat
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -26,12 +28,24 @@ LOCK = "lock"
 """File in the run folder of a server that its supervisor holds."""
 
 _FILE = "control.json"
+_HERE = ("localhost", "0.0.0.0", "::", "[::]")
 _TIMEOUT_S = 300.0
 
 
 def base_folder() -> Path:
-    """Return the folder that holds the run folders of this user's servers."""
-    return Path(tempfile.gettempdir()) / f"compressor-triton-{os.getuid()}"
+    """Return the folder that holds the run folders of this user's servers; it may be missing.
+
+    Raises StartError if it is somebody else's: any user may give a folder that name, and what it holds is not to be
+    trusted.
+    """
+    base = Path(tempfile.gettempdir()) / f"compressor-triton-{os.getuid()}"
+    try:
+        found = base.lstat()
+    except FileNotFoundError:
+        return base
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid():
+        raise StartError(f"{base} belongs to somebody else; remove it, or set TMPDIR to a folder of your own")
+    return base
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,7 +53,7 @@ class Control:
     """How to control one running server."""
 
     grpc_url: str
-    """host:port."""
+    """host:port, as this machine reaches it."""
 
     key: str
     """Opens the restricted interfaces."""
@@ -105,22 +119,41 @@ class Control:
 
 def is_served(repository: Path) -> bool:
     """Say whether a server of this user, started by `TritonServer`, serves a repository now."""
-    for file in base_folder().glob(f"*/{_FILE}"):
+    return served_at(repository) is not None
+
+
+def served_at(repository: Path) -> str | None:
+    """Return host:port of gRPC of the server of this user that serves a repository now; None if none does."""
+    try:
+        base = base_folder()
+    except StartError:
+        return None  # no server of ours starts there
+    for file in base.glob(f"*/{_FILE}"):
         try:
-            served = Path(json.loads(file.read_text())["repository"])
+            found = json.loads(file.read_text())
+            served, address = Path(found["repository"]), str(found["grpc_url"])
             # Its supervisor holds the lock for as long as it lives, and the kernel lets go of it then.
             with (file.parent / LOCK).open("rb") as lock:
                 fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
         except BlockingIOError:
             if served.resolve() == repository.resolve():
-                return True
+                return address
         except (OSError, ValueError, KeyError):
             continue
-    return False
+    return None
+
+
+def reached(host: str) -> str:
+    """Return the host at which this machine reaches what listens on `host`: loopback for all addresses, or its name."""
+    return "127.0.0.1" if host in _HERE else host
 
 
 def find_control(grpc_url: str) -> Control:
-    """Return how to control the server of this user at host:port; raise StartError if none of them listens there."""
+    """Return how to control the server of this user at host:port.
+
+    Raises StartError if none of them listens there, or if the folder that would say so is somebody else's.
+    """
+    host, _, port = grpc_url.rpartition(":")
     known = []
     for file in base_folder().glob(f"*/{_FILE}"):
         try:
@@ -128,7 +161,7 @@ def find_control(grpc_url: str) -> Control:
         except (OSError, ValueError, TypeError):
             continue
         known.append(control.grpc_url)
-        if control.grpc_url == grpc_url:
+        if control.grpc_url == f"{reached(host)}:{port}":
             return control
     raise StartError(
         f"no server of yours that `compressor serve` started listens at {grpc_url}; "

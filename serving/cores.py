@@ -19,26 +19,30 @@ def available_cores() -> int:
 
 
 def cgroup_quota(own: Path, root: Path) -> float | None:
-    """Return the smallest `cpu.max` quota, in cores, from the own control group up to `root`; None if there is none.
+    """Return the smallest quota, in cores, from the own control group up to the top one; None if there is none.
 
-    `own` is a file like /proc/self/cgroup and `root` the mount point of the version 2 hierarchy. A container usually
-    sees its own group as "/", so the file at `root` counts as well.
+    `own` is a file like /proc/self/cgroup and `root` the mount point of the hierarchies: that of version 2 itself, and
+    version 1's of processors in `cpu`. A container usually sees its own group as "/", so the top one counts as well.
     """
     try:
         lines = own.read_text().splitlines()
     except OSError:
         return None
-    groups = [line.removeprefix("0::") for line in lines if line.startswith("0::")]
-    if not groups:
-        return None
-    folder = root / groups[0].lstrip("/")
-    quotas = [_quota(parent / "cpu.max") for parent in (folder, *folder.parents) if parent.is_relative_to(root)]
+    quotas = []
+    for line in lines:
+        _, controllers, group = line.split(":", 2)
+        top = root / "cpu" if "cpu" in controllers.split(",") else root
+        if top != root or not controllers:
+            folder = top / group.lstrip("/")
+            quotas += [_quota(parent) for parent in (folder, *folder.parents) if parent.is_relative_to(top)]
     return min((quota for quota in quotas if quota is not None), default=None)
 
 
-def _quota(file: Path) -> float | None:
-    try:
-        quota, period = file.read_text().split()
-    except (OSError, ValueError):
-        return None
-    return None if quota == "max" else int(quota) / int(period)
+def _quota(group: Path) -> float | None:
+    for names in (("cpu.max",), ("cpu.cfs_quota_us", "cpu.cfs_period_us")):
+        try:
+            quota, period = " ".join((group / name).read_text() for name in names).split()
+        except (OSError, ValueError):
+            continue
+        return None if quota in ("max", "-1") else int(quota) / int(period)
+    return None

@@ -1,11 +1,14 @@
 """Compares an ONNX graph with the configuration that serves it, as Triton's onnxruntime backend would."""
 
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tritonclient.grpc import model_config_pb2 as pb
+
+from serving.errors import RepositoryError
 
 if TYPE_CHECKING:
     import onnx
@@ -35,6 +38,24 @@ RELEASES = {
     "26.07": Release(onnxruntime="1.27.0", **_ORT_1_23),
 }
 
+
+# What models in Python open their graphs with, in every container: `deploy/requirements.txt` pins it.
+IN_PYTHON = Release(onnxruntime="1.23.2", **_ORT_1_23)
+
+
+def listed_release(release: str) -> str:
+    """Return the release itself, or the last one before it that `RELEASES` has: it reads at least as much.
+
+    Raises RepositoryError if it is no release, or too old.
+    """
+    before = [listed for listed in RELEASES if listed <= release]
+    if not re.fullmatch(r"\d\d\.(0[1-9]|1[0-2])", release, re.ASCII) or not before:
+        raise RepositoryError(
+            f"Triton release {release!r} is not known here; give one as year.month, {min(RELEASES)} or later"
+        )
+    return max(before)
+
+
 # ONNX's element types, by number, as Triton names them.
 _KINDS = {
     1: "TYPE_FP32",
@@ -54,16 +75,17 @@ _KINDS = {
 }
 
 
-def graph_faults(file: Path, config: pb.ModelConfig, release: str | None) -> Iterator[str]:
+def graph_faults(file: Path, config: pb.ModelConfig, release: str | None, *, in_python: bool = False) -> Iterator[str]:
     """Say what is wrong with a graph: its versions, and, if `config` serves its tensors, each input and output.
 
-    `release` names a container of `RELEASES`; None stands for the ONNX Runtime that is installed here.
+    `release` names a container, 24.06 or later; None stands for the ONNX Runtime that is installed here. `in_python`
+    says that a model in Python opens the graph there, and not the container's own backend.
     """
     model = _load(file)
     if isinstance(model, str):
         yield model
         return
-    yield from _version_faults(file, model, release)
+    yield from _version_faults(file, model, release, in_python)
     constants = {weights.name for weights in model.graph.initializer}
     inputs = [tensor for tensor in model.graph.input if tensor.name not in constants]
     if any(weights.data_location == weights.EXTERNAL for weights in model.graph.initializer):
@@ -91,14 +113,20 @@ def _load(file: Path) -> "onnx.ModelProto | str":
         return f"{file.name} is not an ONNX file ({error})"
 
 
-def _version_faults(file: Path, model: "onnx.ModelProto", release: str | None) -> Iterator[str]:
-    if release is None:
+def _version_faults(file: Path, model: "onnx.ModelProto", release: str | None, in_python: bool) -> Iterator[str]:
+    if release is None or in_python:
         session = _opened_here(file)
         if isinstance(session, str):
             yield f"the installed ONNX Runtime does not open {file.name}: {session}"
+    if release is None:
         return
-    known = RELEASES[release]
-    where = f"Triton {release} has ONNX Runtime {known.onnxruntime}"
+    listed = listed_release(release)
+    known = IN_PYTHON if in_python else RELEASES[listed]
+    where = f"Triton {listed} has ONNX Runtime {known.onnxruntime}"
+    if in_python:
+        where = f"models in Python have ONNX Runtime {known.onnxruntime} in the container"
+    elif listed != release:
+        where = f"Triton {release} is not listed here, and {listed} before it has ONNX Runtime {known.onnxruntime}"
     if model.ir_version > known.ir_version:
         yield f"{file.name} has IR version {model.ir_version}; {where}, which reads {known.ir_version} at most"
     for opset in model.opset_import:

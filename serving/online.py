@@ -1,14 +1,17 @@
 """Compares a running server with the repository that it should serve."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from serving import triton, versions
-from serving.client import Answer, Classification, Client
-from serving.contents import EXPECTED
+from serving.cascade import cascade_answers
+from serving.client import Client
+from serving.contents import CASCADE, EXPECTED
 from serving.errors import RepositoryError, ServingError
+from serving.exchange import Answer, Classification
 from serving.inprocess import VALUE, Files
 from serving.model import Text
 from serving.transport import served_config
@@ -18,6 +21,8 @@ if TYPE_CHECKING:
     from tritonclient.grpc import model_config_pb2 as pb
 
 PROBABILITY_BOUND = 1e-5
+_ASKED = (("student", "labels"), ("teacher", "teacher_labels"))
+"""Parameters of a cascade: the name of each of its models, and the labels that this had."""
 
 
 def verify_served(root: Path, url: str) -> list[Finding]:
@@ -40,10 +45,7 @@ def version_files(folder: Path, version: int | None = None) -> Files:
     """
     number = versions.newest(folder) if version is None else version
     place = folder / str(number)
-    try:
-        config = triton.from_text((place / CONFIG).read_text("utf-8"))
-    except OSError as error:
-        raise RepositoryError(f"{folder} holds no published version ({error}); run `compressor publish`") from error
+    config = _published_config(folder, place)
     parameters = triton.parameters_of(config)
     if "onnx" not in parameters:
         raise RepositoryError(f"{folder} takes no texts; name the model that does")
@@ -58,10 +60,57 @@ def version_files(folder: Path, version: int | None = None) -> Files:
 
 
 def stored_answers(version: Path) -> list[tuple[Text, dict[str, float]]]:
-    """Return the texts, or pairs, that were stored with a version, each with what its files answered when published."""
+    """Return the texts, or pairs, that were stored with a version, each with what its files answered when published.
+
+    Of a cascade that asks other versions of its models now, it is what the files of these answer.
+    """
+    rows, file = _stored(version), version / CASCADE
+    if not rows or not file.is_file():
+        return rows
+    asked = json.loads(file.read_text("utf-8"))["models"]
+    models = [version.parent.parent / name for name in asked]
+    manifests = [versions.read_manifest(model / str(versions.newest(model))) for model in models]
+    if [manifest and manifest.digest for manifest in manifests] == list(asked.values()):
+        return rows
+    texts = [text for text, _ in rows]
+    # With other labels the cascade answers nothing, whatever is expected of it.
+    with suppress(RepositoryError):
+        return list(zip(texts, _file_answers(version, texts), strict=True))
+    return rows
+
+
+def _stored(version: Path) -> list[tuple[Text, dict[str, float]]]:
     file = version / EXPECTED
     rows = json.loads(file.read_text("utf-8")) if file.is_file() else []
     return [(tuple(row["text"]) if isinstance(row["text"], list) else row["text"], row["answer"]) for row in rows]
+
+
+def _file_answers(version: Path, texts: Sequence[Text]) -> list[dict[str, float]]:
+    """Return what the files of a version answer; those of a cascade are its models', in the versions that it asks.
+
+    Raises RepositoryError if these have other labels than the cascade.
+    """
+    folder = version.parent
+    parameters = triton.parameters_of(_published_config(folder, version))
+    if "threshold" not in parameters:
+        return version_files(folder, int(version.name)).answers(texts)
+    asked = [(parameters[name], parameters[labels]) for name, labels in _ASKED]
+    files = [version_files(folder.parent / name) for name, _ in asked]
+    for (name, labels), found in zip(asked, files, strict=True):
+        if list(found.labels) != json.loads(labels):
+            raise RepositoryError(
+                f"{folder.name} was published for {name} with the labels {labels}, which has {list(found.labels)} now; "
+                "deploy the cascade that was published with it"
+            )
+    student, teacher = (found.answers(texts) for found in files)
+    return cascade_answers(student, teacher, float(parameters["threshold"]))
+
+
+def _published_config(folder: Path, version: Path) -> "pb.ModelConfig":
+    try:
+        return triton.from_text((version / CONFIG).read_text("utf-8"))
+    except OSError as error:
+        raise RepositoryError(f"{folder} holds no published version ({error}); run `compressor publish`") from error
 
 
 def _model_faults(folder: Path, config: "pb.ModelConfig", url: str) -> Iterator[str]:
@@ -81,13 +130,18 @@ def _model_faults(folder: Path, config: "pb.ModelConfig", url: str) -> Iterator[
                 yield f"version {version} has other {kind} than the repository: {[tensor.name for tensor in theirs]}"
         if served.max_batch_size != config.max_batch_size:
             yield f"version {version} takes {served.max_batch_size} rows; config.pbtxt says {config.max_batch_size}"
-        if "pad_id" in config.parameters:
-            yield from _answer_faults(folder, version, url)
+        yield from _answer_faults(folder, version, url)
 
 
 def _answer_faults(folder: Path, version: int, url: str) -> Iterator[str]:
-    texts = [text for text, _ in stored_answers(folder / str(version))]
-    expected = version_files(folder, version).answers(texts)
+    texts = [text for text, _ in _stored(folder / str(version))]
+    if not texts:
+        return
+    try:
+        expected = _file_answers(folder / str(version), texts)
+    except RepositoryError as error:
+        yield f"version {version}: {error}"
+        return
     with Client(url, model=folder.name, version=version) as client:
         for text, numbers in zip(texts, expected, strict=True):
             try:
@@ -98,8 +152,13 @@ def _answer_faults(folder: Path, version: int, url: str) -> Iterator[str]:
             found = numbers_of(answer)
             if set(found) != set(numbers):
                 yield f"version {version} answers {sorted(found)}; the files have {sorted(numbers)}"
-            elif (gap := max(abs(found[name] - numbers[name]) for name in numbers)) > PROBABILITY_BOUND:
+            elif (gap := gap_of(found, numbers)) > PROBABILITY_BOUND:
                 yield f"version {version} answers {text!r} with numbers {gap:.1g} from those of its files"
+
+
+def gap_of(found: Mapping[str, float], wanted: Mapping[str, float]) -> float:
+    """Return the largest difference of answers with the same names; of numbers beyond 1, as a share of them."""
+    return max(abs(found[name] - number) / max(1.0, abs(number)) for name, number in wanted.items())
 
 
 def numbers_of(answer: Answer) -> dict[str, float]:

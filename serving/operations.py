@@ -2,7 +2,6 @@
 
 import contextlib
 import logging
-import math
 import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -12,9 +11,9 @@ from typing import Any
 from serving import repository, triton, versions
 from serving.client import Client
 from serving.control import Control
-from serving.errors import RepositoryError, ServingError, SmokeError
-from serving.online import numbers_of, stored_answers
-from serving.verify import CONFIG, verify
+from serving.errors import DeadlineError, RepositoryError, ServingError, SmokeError, UnavailableError
+from serving.online import gap_of, numbers_of, stored_answers
+from serving.verify import CONFIG, Finding, asked_faults, verify
 from serving.versions import read_marker
 
 SMOKE_BOUND = 0.05
@@ -36,44 +35,108 @@ class Change:
     """Stored texts that were asked before."""
 
 
-def deploy(control: Control, model: str) -> Change:
-    """Make a server answer with the newest published version of a model that takes texts.
+class _EarlyError(RepositoryError):
+    """A version does not fit the models that it asks as they are live now."""
+
+
+def deploy(control: Control, model: str, version: int | None = None) -> Change:
+    """Make a server answer with a published version of a model that takes texts; the newest if none is given.
 
     The version is loaded beside under another name and asked its stored texts first; the old one answers meanwhile, and
-    stays published. Only then does the version get a name that a server loads. Raises SmokeError, RequestError or
-    RepositoryError if the new version is not fit; then the old one goes on, and the new one is withdrawn.
+    stays published. Only then does the version get a name that a server loads. Who publishes meanwhile waits.
+    Raises SmokeError, RepositoryError or another ServingError if the new version is not fit; then the old one goes on,
+    and the new one is withdrawn. Raises UnavailableError or DeadlineError if the server does not answer, and
+    RepositoryError if the disk refuses or another model has to be deployed before; then the old one goes on as well,
+    and the new one waits for another try. A given version that is not there, or is older than the newest, is refused
+    with RepositoryError.
     """
     root = Path(control.repository)
-    group = _group(root, model)
-    waiting, before = versions.waiting(root / model), control.live(model)
-    version = _published(root / model)
-    if before == version:
-        return Change(model, before, version, 0)
-    try:
-        faults = [fault for name in group for fault in versions.damage(root / name, version)]
-        faults += [
-            f"a checksum of {name} differs" for name in group if not versions.is_as_published(root / name, version)
-        ]
-        _refuse(model, version, faults)
-        with _beside(control, root / model, version) as trial:
-            smoked = _smoke(control, trial, root / model, version)
-        for name in group:
-            versions.promote(root / name, version)
-        waiting = 0
-        _refuse(model, version, [" ".join(finding) for finding in verify(root) if finding.model in group])
-    except (ServingError, OSError) as error:
-        if waiting:
-            for name in reversed(group):
-                versions.discard(root / name, version)
-        elif before:
-            repository.rollback(root, model)
-        if before:
-            log.warning("version %d of %s is withdrawn; version %d goes on", version, model, before)
-        raise error
-    for name in group:
-        control.load(name)
-    _check_live(control, model, version)
+    models = [root / name for name in repository.group(root, model)]
+    with repository.locked(root, f"deploy {root / model}"):
+        before = control.live(model)
+        version = _published(root / model) if version is None else _chosen(root / model, version, before)
+        waits = version in versions.all_waiting(root / model)
+        # One that is live and waits was taken back when the server could not be told.
+        if before == version and not waits:
+            return Change(model, before, version, 0)
+        try:
+            smoked = _replace(control, models, version)
+        except BaseException as error:
+            is_unfit = isinstance(error, ServingError) and not isinstance(
+                error, (UnavailableError, DeadlineError, _EarlyError)
+            )
+            if waits or (is_unfit and before):
+                _take_back(control, models, version, before, is_unfit=is_unfit)
+            raise
     return Change(model, before, version, smoked)
+
+
+def _chosen(folder: Path, version: int, live: int) -> int:
+    """Return a version that can be made live; raise RepositoryError if it cannot."""
+    known = sorted({*versions.published(folder), *versions.all_waiting(folder)})
+    if version not in known:
+        raise RepositoryError(f"{folder} holds no version {version}; it has {', '.join(map(str, known))}")
+    newest = max(live, versions.newest(folder))
+    if version < newest:
+        raise RepositoryError(
+            f"version {version} of {folder.name} is older than version {newest}; `compressor rollback` goes back"
+        )
+    return version
+
+
+def _replace(control: Control, models: list[Path], version: int) -> int:
+    """Try a version, and make it live; return how many texts it was asked."""
+    root, model = models[-1].parent, models[-1].name
+    _refuse(model, version, repository.damage(models, version))
+    smoked = _try_out(control, models[-1], version)
+    versions.promote(models, version)
+    findings = verify(root)
+    ours = [finding for finding in findings if _is_about(finding, models, version)]
+    _refuse(model, version, [" ".join(finding) for finding in ours])
+    for folder in models:
+        control.load(folder.name)
+    _check_live(control, model, version)
+    for finding in findings:
+        log.warning("beside version %d of %s the repository has a fault: %s", version, model, " ".join(finding))
+    return smoked
+
+
+def _try_out(control: Control, folder: Path, version: int) -> int:
+    """Ask a version its stored texts while another one answers; return how many, or raise what makes it unfit."""
+    config = triton.from_text((versions.place(folder, version) / CONFIG).read_text("utf-8"))
+    if misfits := list(asked_faults(folder, config)):
+        raise _EarlyError(
+            f"version {version} of {folder.name} does not fit what it asks: {'; '.join(misfits)}; "
+            "deploy those, or roll them back, first"
+        )
+    with _beside(control, folder, version) as trial:
+        return _smoke(control, trial, folder, version)
+
+
+def _is_about(finding: Finding, models: list[Path], version: int) -> bool:
+    """Say whether a finding is about the newest version of some models: a damaged older one says nothing of it."""
+    is_shared = finding.place in (".", CONFIG) or finding.place.startswith(f"{versions.CONFIGS}/")
+    return finding.model in [model.name for model in models] and (is_shared or finding.place == str(version))
+
+
+def _take_back(control: Control, models: list[Path], version: int, before: int, *, is_unfit: bool) -> None:
+    """Undo what became of a version that is not to be live, on the disk first: the server may start again any time."""
+    older = repository.before(models, version)
+    if not older:
+        return
+    versions.withdraw(models, version, older, prefix=versions.WITHDRAWN if is_unfit else versions.WAITING)
+    fate = "is withdrawn" if is_unfit else "waits on, to be deployed again"
+    log.warning("version %d of %s %s; version %d goes on", version, models[-1].name, fate, older)
+    _load_again(control, models, before if before != version else None)
+
+
+def _load_again(control: Control, models: list[Path], before: int | None) -> None:
+    """Make a server answer with what the disk holds, where it does not answer with version `before` anyway."""
+    # A server that cannot be told now takes what the disk holds at its next start.
+    with contextlib.suppress(ServingError):
+        for model in models:
+            if before is None or control.live(model.name) != before:
+                control.load(model.name)
 
 
 def _refuse(model: str, version: int, faults: list[str]) -> None:
@@ -84,16 +147,36 @@ def _refuse(model: str, version: int, faults: list[str]) -> None:
 def rollback(control: Control, model: str) -> Change:
     """Withdraw the newest version of a model, and make the server answer with the one before.
 
-    Raises RepositoryError if there is none before.
+    The older one is loaded beside and asked its stored texts first, as `deploy` does it. Raises RepositoryError if
+    there is none before, or if that one is damaged, and what `deploy` raises if it is not fit or the server does not
+    answer; then nothing is changed.
     """
     root = Path(control.repository)
-    before = control.live(model)
-    older = repository.rollback(root, model)
-    for name in _group(root, model):
-        control.load(name)
-    smoked = _smoke(control, model, root / model, older)
-    _check_live(control, model, older)
+    models = [root / name for name in repository.group(root, model)]
+    with repository.locked(root, f"roll {root / model} back"):
+        before = control.live(model)
+        top, older = repository.way_back(models)
+        try:
+            smoked = _try_out(control, models[-1], older)
+            _go_back(control, models, top, older, before)
+        except ServingError as error:
+            raise type(error)(f"{model} stays at version {top}, nothing is changed: {error}") from error
     return Change(model, before, older, smoked)
+
+
+def _go_back(control: Control, models: list[Path], top: int, older: int, before: int) -> None:
+    """Make an older version live, or else change nothing: neither the disk nor the server."""
+    versions.withdraw(models, top, older)
+    try:
+        for model in models:
+            control.load(model.name)
+        _check_live(control, models[-1].name, older)
+    except BaseException:
+        try:
+            versions.promote(models, top, prefix=versions.WITHDRAWN)
+        finally:
+            _load_again(control, models, before)
+        raise
 
 
 def status(control: Control) -> list[dict[str, Any]]:
@@ -130,14 +213,6 @@ _TIMES = {"queue": "queue", "compute": "compute_infer", "total": "success"}
 def _mean_ms(counted: dict[str, Any]) -> float | None:
     count = int(counted.get("count", 0))
     return int(counted["ns"]) / count / 1e6 if count else None
-
-
-def _group(root: Path, model: str) -> list[str]:
-    """Return the models that change together, the one that clients ask last."""
-    marker = read_marker(root / model)
-    if marker is None or marker["role"] == "student":
-        raise RepositoryError(f"{root} holds no model {model!r} that takes texts; `compressor status` lists them")
-    return [*([marker["student"]] if "student" in marker else []), model]
 
 
 @contextlib.contextmanager
@@ -178,8 +253,8 @@ def _smoke(control: Control, served: str, folder: Path, version: int) -> int:
         for text, wanted in rows:
             found = numbers_of(client.classify([text])[0])
             best = max(wanted, key=lambda name: wanted[name])
-            gap = max((abs(found[name] - wanted[name]) for name in wanted if name in found), default=math.inf)
-            if set(found) != set(wanted) or max(found, key=lambda name: found[name]) != best or gap > SMOKE_BOUND:
+            same = set(found) == set(wanted) and max(found, key=lambda name: found[name]) == best
+            if not same or gap_of(found, wanted) > SMOKE_BOUND:
                 raise SmokeError(
                     f"version {version} of {folder.name} answers {text!r} with {found}; when it was published it was "
                     f"{wanted} (bound {SMOKE_BOUND:g}); publish it again on this kind of machine"

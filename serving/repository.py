@@ -14,7 +14,7 @@
 import fcntl
 import os
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -82,28 +82,60 @@ def rollback(root: Path, name: str) -> int:
     """Withdraw the newest version of a model, and return the older one that a server will serve from its next start.
 
     An entry model and its student go back together. The withdrawn version stays beside under another name, and its
-    number is not used again. Raises RepositoryError if `name` is not such a model or has no older version.
+    number is not used again. Raises RepositoryError if `name` is not such a model, or has no older version, or if that
+    one is damaged.
+    """
+    models = [root / member for member in group(root, name)]
+    with locked(root, f"roll {root / name} back"):
+        return go_back(models)
+
+
+def group(root: Path, name: str) -> list[str]:
+    """Return the models that change together with one that takes texts, each after those that it opens.
+
+    Raises RepositoryError if `name` is no such model.
     """
     marker = read_marker(root / name)
     if marker is None or marker["role"] == "student":
         raise RepositoryError(
-            f"{root} holds no model {name!r} that can go back; `read` lists them, students follow theirs"
+            f"{root} holds no model {name!r} that takes texts and can be deployed or go back; "
+            "`compressor status` lists them, students follow theirs"
         )
-    group = [root / name, *([root / marker["student"]] if "student" in marker else [])]
-    try:
-        with _locked(root):
-            top = max(versions.newest(model) for model in group)
-            common = set.intersection(*(set(versions.published(model)) for model in group))
-            older = max((version for version in common if version < top), default=0)
-            if not older:
-                raise RepositoryError(f"{root / name} has no version before {top}; publish another one instead")
-            for model in group:
-                versions.withdraw(model, top, older)
-            return older
-    except OSError as error:
+    return [*([marker["student"]] if "student" in marker else []), name]
+
+
+def go_back(models: Sequence[Path]) -> int:
+    """Do what `rollback` does; whoever calls it has the folder `locked`. `models` are those of one `group`."""
+    top, older = way_back(models)
+    versions.withdraw(models, top, older)
+    return older
+
+
+def way_back(models: Sequence[Path]) -> tuple[int, int]:
+    """Return the newest version of a group, and the one to go back to; raise RepositoryError as `rollback` does."""
+    name, top = models[-1], max(versions.newest(model) for model in models)
+    older = before(models, top)
+    if not older:
+        raise RepositoryError(f"{name} has no version before {top}; publish another one instead")
+    if faults := damage(models, older):
         raise RepositoryError(
-            f"cannot roll {root / name} back: {error.strerror or error}; free space and try again"
-        ) from error
+            f"{name} cannot go back from version {top} to {older}, which has faults: {'; '.join(faults)}; "
+            "publish another one instead"
+        )
+    return top, older
+
+
+def before(models: Sequence[Path], version: int) -> int:
+    """Return the newest version before one that all of a group have; 0 if there is none."""
+    common = set.intersection(*(set(versions.published(model)) for model in models))
+    return max((older for older in common if older < version), default=0)
+
+
+def damage(models: Sequence[Path], version: int) -> list[str]:
+    """Return what is not as it was published in a version of a group, waiting or not, each as half a sentence."""
+    return [fault for model in models for fault in versions.damage(model, version)] + [
+        f"a checksum of {model.name} differs" for model in models if not versions.is_as_published(model, version)
+    ]
 
 
 def unpaired(root: Path, markers: Mapping[str, Mapping[str, str]]) -> list[str]:
@@ -133,7 +165,7 @@ def _publish(contents: list[Content], root: Path, *, hold: bool) -> tuple[Path, 
                 prefix = versions.WAITING if name in held else ""
                 versions.commit(staged[name], f"{prefix}{numbers[name]}", model)
             elif name not in held:
-                versions.promote(model, numbers[name])
+                versions.promote([model], numbers[name])
             versions.refresh(content, model, live=name not in held)
             versions.forget_waiting(model, but=numbers[name])
     except BaseException:
@@ -175,6 +207,19 @@ def _numbers(contents: list[Content], root: Path) -> dict[str, int]:
         used = max(versions.last_used(model) for model, _ in models)
         numbers |= {content.name: same[0] if same else used + 1 for content in group}
     return numbers
+
+
+@contextmanager
+def locked(root: Path, doing: str) -> Iterator[None]:
+    """Hold a repository against every other writer, which waits; raise RepositoryError if the disk refuses.
+
+    `doing` completes its sentence: cannot ...
+    """
+    try:
+        with _locked(root):
+            yield
+    except OSError as error:
+        raise RepositoryError(f"cannot {doing}: {error.strerror or error}; free space and try again") from error
 
 
 @contextmanager

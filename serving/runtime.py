@@ -18,9 +18,9 @@ from types import TracebackType
 from typing import BinaryIO, Self
 
 from serving import supervisor
-from serving.control import HEADER, LOCK, RESTRICTED, Control, base_folder
+from serving.control import HEADER, LOCK, RESTRICTED, Control, base_folder, reached
 from serving.errors import DeadlineError, StartError, UnavailableError
-from serving.versions import read_marker
+from serving.versions import WAITING, read_marker
 from serving.wheel import environment, find_wheel, prepare_backends, prepare_binary
 
 _POLL_S = 0.05
@@ -76,7 +76,8 @@ class TritonServer:
         self.http_port, self.grpc_port, self.metrics_port = http_port, grpc_port, metrics_port
         self._wanted_log = log
         self._log: BinaryIO | None = None
-        self._log_start = 0
+        self._log_start = self._log_seen = 0
+        self._deaths: list[str] = []
         self._process: subprocess.Popen[bytes] | None = None
         self._staging = Path()
         self._key = secrets.token_urlsafe(24)
@@ -93,18 +94,18 @@ class TritonServer:
 
     @property
     def http_url(self) -> str:
-        """host:port of HTTP."""
-        return f"{self.host}:{self.http_port}"
+        """host:port of HTTP, as this machine reaches it."""
+        return f"{reached(self.host)}:{self.http_port}"
 
     @property
     def grpc_url(self) -> str:
-        """host:port of gRPC."""
-        return f"{self.host}:{self.grpc_port}"
+        """host:port of gRPC, as this machine reaches it."""
+        return f"{reached(self.host)}:{self.grpc_port}"
 
     @property
     def metrics_url(self) -> str:
-        """Address of the metrics page."""
-        return f"http://{self.host}:{self.metrics_port}/metrics"
+        """Address of the metrics page, as this machine reaches it."""
+        return f"http://{reached(self.host)}:{self.metrics_port}/metrics"
 
     @property
     def pid(self) -> int | None:
@@ -131,12 +132,13 @@ class TritonServer:
             log.touch()
             # Kept open: the supervisor removes the run folder, and what a dead server said must still be readable.
             self._log = log.open("rb")
-            self._log_start = self._log.seek(0, os.SEEK_END)
-            self._staging = run / "staging"
+            self._log_start = self._log_seen = self._log.seek(0, os.SEEK_END)
+            self._deaths = []
+            self._staging = run / supervisor.STAGING
             self._staging.mkdir()
             self.control.save(run)
             command = self._command(prepare_binary(wheel, run), prepare_backends(wheel, run), run.name)
-            if any("response_cache" in file.read_text("utf-8") for file in self.repository.glob("*/config.pbtxt")):
+            if self._has_cache():
                 command += [f"--cache-directory={wheel.caches}", f"--cache-config=local,size={_CACHE_BYTES}"]
             self._process = subprocess.Popen(
                 # -I -S: the supervisor needs the standard library alone, and starts in a few milliseconds.
@@ -156,7 +158,7 @@ class TritonServer:
             os.close(lock)
 
     def wait_ready(self, timeout_s: float = 120.0) -> None:
-        """Return when every model of the repository is ready.
+        """Return when every model of the repository is ready, and the metrics can be read.
 
         Raises StartError, with the last lines of the log, as soon as the process has died, and DeadlineError if
         `timeout_s` seconds pass before.
@@ -200,7 +202,9 @@ class TritonServer:
 
     def deaths(self) -> list[str]:
         """Return one sentence for each time that this server died by itself, what became of it included."""
-        return [line["message"] for line in self._log_lines() if line["source"] == supervisor.SOURCE]
+        lines, self._log_seen = self._log_lines(self._log_seen)
+        self._deaths += [line["message"] for line in lines if line["source"] == supervisor.SOURCE]
+        return list(self._deaths)
 
     def stop(self) -> None:
         """Stop the server and wait until it is gone; nothing happens if it is stopped already."""
@@ -222,7 +226,8 @@ class TritonServer:
 
     def log_tail(self, lines: int = _LOG_LINES) -> str:
         """Return the last lines that this server wrote to its log."""
-        return "\n".join(line["message"] for line in self._log_lines()[-lines:])
+        found, _ = self._log_lines(self._log_start)
+        return "\n".join(line["message"] for line in found[-lines:])
 
     def __enter__(self) -> Self:
         """Start the server and wait until it is ready."""
@@ -248,16 +253,22 @@ class TritonServer:
         if isinstance(error, UnavailableError) and deaths:
             raise StartError(f"{error}; {deaths[-1]}; the server's log says:\n{why}") from error
 
-    def _log_lines(self) -> list[dict[str, str]]:
+    def _log_lines(self, start: int) -> tuple[list[dict[str, str]], int]:
+        """Return what the log says from a place on, and where it goes on: its last line may be half written."""
         if self._log is None:
-            return []
-        self._log.seek(self._log_start)
-        # The last line may be half written.
-        return [json.loads(line) for line in self._log.read().splitlines(keepends=True) if line.endswith(b"\n")]
+            return [], start
+        self._log.seek(start)
+        whole, end, _ = self._log.read().rpartition(b"\n")
+        lines = []
+        for line in whole.splitlines():
+            # A full disk cuts lines short.
+            with contextlib.suppress(ValueError):
+                lines.append(json.loads(line))
+        return lines, start + len(whole + end)
 
     def _why(self) -> str:
         """Return the errors in the log, each once, and its last lines: the last ones alone are about the shutdown."""
-        lines = self._log_lines()
+        lines, _ = self._log_lines(self._log_start)
         own = [line for line in lines if line["source"] != supervisor.SOURCE]
         errors = dict.fromkeys(line["message"] for line in own if line["level"] in ("error", "fatal"))
         return "\n".join([*list(errors)[-_LOG_ERRORS:], *(line["message"] for line in lines[-_LOG_ENDING:])])
@@ -285,6 +296,11 @@ class TritonServer:
                     f"{folder} was published for the runtime onnxruntime, which the server of nvidia-pytriton lacks; "
                     "serve it with Triton's official container (`compressor deploy-files`), or publish it for embedded"
                 )
+
+    def _has_cache(self) -> bool:
+        """Say whether a model has a response cache, or will have one once the version that waits is deployed."""
+        configs = (*self.repository.glob("*/config.pbtxt"), *self.repository.glob(f"*/{WAITING}*/config.pbtxt"))
+        return any("response_cache" in file.read_text("utf-8") for file in configs)
 
     def _check_ports(self) -> None:
         """Raise StartError if a port cannot be taken: the server's own message comes late and names no remedy."""
@@ -317,8 +333,10 @@ class TritonServer:
             "--load-model=*",
             f"--http-restricted-api={RESTRICTED}:{HEADER}={self._key}",
             f"--grpc-restricted-protocol={RESTRICTED}:{HEADER}={self._key}",
+            # With the models of the start it is ready or dead. Strictly it would also be unready while, and after, a
+            # version is tried beside the one that answers.
             "--exit-on-error=true",
-            "--strict-readiness=true",
+            "--strict-readiness=false",
             # What the repository says is what runs.
             "--disable-auto-complete-config",
             # An idle connection of a client that did not close it makes the server wait this long.
@@ -337,6 +355,8 @@ class TritonServer:
         try:
             with _LOCAL.open(f"http://{self.http_url}/v2/health/ready", timeout=5):
                 pass
+            # Triton opens its metrics last, after it has called itself ready.
+            socket.create_connection((reached(self.host), self.metrics_port), timeout=5).close()
             url = f"http://{self.http_url}/v2/repository/index"
             with _LOCAL.open(urllib.request.Request(url, b"{}", {HEADER: self._key}), timeout=5) as answer:
                 models = json.load(answer)
@@ -360,8 +380,8 @@ def _new_run() -> tuple[Path, int]:
     base = base_folder()
     try:
         base.mkdir(mode=0o700, exist_ok=True)
-        if base.is_symlink() or base.stat().st_uid != os.getuid():
-            raise StartError(f"{base} belongs to somebody else; remove it, or set TMPDIR to a folder of your own")
+        # Once more: somebody else may have made it in between.
+        base_folder()
         descriptor = os.open(base, os.O_RDONLY)
         try:
             # Two servers that start together must not take each other's new folder for a leftover.

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 _REQUIRED = ("input_ids", "attention_mask")
 _OPTIONAL = ("token_type_ids",)
 _PAD_TOKENS = ("[PAD]", "<pad>")
+_STRANGE = "\U00012000"  # a sign of cuneiform: in no vocabulary
 
 
 class WarmupRow(NamedTuple):
@@ -109,5 +110,12 @@ def _read_tokenizer(model: ServedModel) -> tuple[int, tuple[WarmupRow, ...]]:
         raise ModelError(f"model {model.name}: {model.tokenizer} has none of the padding tokens {_PAD_TOKENS}")
     tokenizer.no_padding()
     tokenizer.enable_truncation(model.max_tokens)
-    encodings = tokenizer.encode_batch(list(model.warmup_texts))
+    try:
+        tokenizer.encode(_STRANGE)
+        encodings = tokenizer.encode_batch(list(model.warmup_texts))
+    except Exception as error:
+        # On a server one such word would fail all texts that are tokenised with it.
+        raise ModelError(
+            f"model {model.name}: {model.tokenizer} does not read every text ({error}); add its unknown token"
+        ) from error
     return pad_ids[0], tuple(WarmupRow(tuple(found.ids), tuple(found.type_ids)) for found in encodings)

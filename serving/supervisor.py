@@ -13,6 +13,7 @@ died: Triton goes on saying that such a model is ready while each of its request
 given up. The log gets one JSON object a line: time, level, source, message.
 """
 
+import contextlib
 import ctypes
 import json
 import os
@@ -31,6 +32,9 @@ from typing import BinaryIO, Literal, NamedTuple
 
 READY = b"r"
 STOP = b"."
+STAGING = "staging"
+"""Folder in the run folder: a second repository of the server, for models on trial."""
+
 SOURCE = "supervisor"
 """Source of the lines in the log that come from here."""
 
@@ -67,12 +71,12 @@ def main(arguments: list[str]) -> int:
     # can take that lock later knows that the folder is a leftover, because the kernel lets go when this process ends.
     with open(log, "ab", buffering=0) as output:
         try:
-            return _keep(command, output, float(grace_s), Path(folder).name)
+            return _keep(command, output, float(grace_s), Path(folder))
         finally:
             remove(Path(folder))
 
 
-def _keep(command: Sequence[str], log: BinaryIO, grace_s: float, name: str) -> int:
+def _keep(command: Sequence[str], log: BinaryIO, grace_s: float, folder: Path) -> int:
     """Run the server, and again after each death by itself; return the status of the last one."""
     deaths: list[float] = []
     is_armed = False
@@ -101,9 +105,16 @@ def _keep(command: Sequence[str], log: BinaryIO, grace_s: float, name: str) -> i
             _say(log, f"{reason}, for the {MOST_DEATHS}th time within {WINDOW_S:g} s; the server is given up")
             return status
         _say(log, f"{reason}; the server is started again (death {len(deaths)} within {WINDOW_S:g} s)")
-        _remove_regions(name)
+        _remove_regions(folder.name)
+        _empty(folder / STAGING)
         if _is_told_within(_PAUSE_S * 2 ** (len(deaths) - 1)):
             return status
+
+
+def _empty(staging: Path) -> None:
+    """Remove the models that were on trial when a server died: the next one would load them too."""
+    for trial in staging.glob("*"):
+        shutil.rmtree(trial, ignore_errors=True)
 
 
 def remove(folder: Path) -> None:
@@ -137,7 +148,9 @@ def _unquoted(text: str) -> str:
 def _write(log: BinaryIO, level: str, source: str, message: str) -> None:
     now = datetime.now(UTC).isoformat(timespec="milliseconds")
     line = {"time": now, "level": level, "source": source, "message": message}
-    log.write(json.dumps(line, ensure_ascii=False).encode("utf-8", "replace") + b"\n")
+    # A full disk costs lines of the log: nobody else reads what the server says, and it would wait for that for ever.
+    with contextlib.suppress(OSError):
+        log.write(json.dumps(line, ensure_ascii=False).encode("utf-8", "replace") + b"\n")
 
 
 def _say(log: BinaryIO, message: str) -> None:

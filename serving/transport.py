@@ -4,7 +4,7 @@ import json
 import socket
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from http.client import HTTPException
 from typing import Any, NamedTuple, Protocol
 
@@ -15,11 +15,14 @@ from tritonclient.grpc import model_config_pb2 as pb
 from tritonclient.grpc import service_pb2
 from tritonclient.utils import InferenceServerException
 
-from serving.errors import DeadlineError, RequestError, UnavailableError
+from serving.errors import DeadlineError, RequestError, ServingError, UnavailableError
 from serving.messages import Column, columns, infer_request
 
 _MAX_MESSAGE_BYTES = 2**31 - 1
 _LATE = {"DEADLINE_EXCEEDED", "408", "504"}
+_FAILED = {"INTERNAL", "UNKNOWN", "500"}
+# Said with the same status when the process of a model, or the server itself, has died: a new one comes.
+_COMES_BACK = ("is not healthy", "Stream removed", "RST_STREAM")
 _REFUSED = {"INVALID_ARGUMENT", "NOT_FOUND", "UNIMPLEMENTED", "RESOURCE_EXHAUSTED", "OUT_OF_RANGE"}
 
 
@@ -36,6 +39,9 @@ class ModelFacts:
     max_batch_size: int
     """Most texts, or pairs, in one request."""
 
+    version: str = field(compare=False)
+    """The version that was asked for them; "" if the server chose one."""
+
 
 class Served(NamedTuple):
     """What is asked on a server."""
@@ -45,10 +51,20 @@ class Served(NamedTuple):
     """"" leaves the choice to the server."""
 
 
+class Answered(NamedTuple):
+    """What a server answers to one request."""
+
+    version: str
+    """The version that answered."""
+
+    columns: list[Column]
+    """The outputs asked for."""
+
+
 class Transport(Protocol):
     """One protocol of the server."""
 
-    def infer(self, model: Served, inputs: Mapping[str, Sequence[bytes]], outputs: Sequence[str]) -> list[Column]:
+    def infer(self, model: Served, inputs: Mapping[str, Sequence[bytes]], outputs: Sequence[str]) -> Answered:
         """Send one request, the texts of each input by its name, and return the outputs asked for."""
 
     def facts(self, model: Served) -> ModelFacts:
@@ -72,11 +88,12 @@ class GrpcTransport:
         self._channel = grpc.insecure_channel(address, options=channel_options(address))
         self._service = service_pb2_grpc.GRPCInferenceServiceStub(self._channel)
 
-    def infer(self, model: Served, inputs: Mapping[str, Sequence[bytes]], outputs: Sequence[str]) -> list[Column]:
+    def infer(self, model: Served, inputs: Mapping[str, Sequence[bytes]], outputs: Sequence[str]) -> Answered:
         """Send one request, the texts of each input by its name, and return the outputs asked for."""
         request = infer_request(model.name, model.version, inputs, outputs)
         with border(self._address, self._timeout_s):
-            return columns(self._service.ModelInfer(request, timeout=self._timeout_s), outputs)
+            response = self._service.ModelInfer(request, timeout=self._timeout_s)
+            return Answered(response.model_version, columns(response, outputs))
 
     def config(self, model: Served) -> pb.ModelConfig:
         """Return the configuration of a model that is ready; raise RequestError if it is not."""
@@ -86,7 +103,7 @@ class GrpcTransport:
 
     def facts(self, model: Served) -> ModelFacts:
         """Read the configuration of a model."""
-        return facts_of(self.config(model))
+        return facts_of(model, self.config(model))
 
     def is_ready(self, model: Served) -> bool:
         """Say whether the server and a model are ready; False if no server answers."""
@@ -113,30 +130,39 @@ class HttpTransport:
         self._library = library
         self._address, self._timeout_s = address, timeout_s
         self._client = library.InferenceServerClient(address, connection_timeout=timeout_s, network_timeout=timeout_s)
+        self._is_closed = False
 
-    def infer(self, model: Served, inputs: Mapping[str, Sequence[bytes]], outputs: Sequence[str]) -> list[Column]:
+    def infer(self, model: Served, inputs: Mapping[str, Sequence[bytes]], outputs: Sequence[str]) -> Answered:
         """Send one request, the texts of each input by its name, and return the outputs asked for."""
         tensors, asked = http_request(self._library, inputs, outputs)
         with border(self._address, self._timeout_s):
-            result = self._client.infer(model.name, tensors, model.version, outputs=asked)
-        return [result.as_numpy(name).tolist() for name in outputs]
+            result = self._open().infer(model.name, tensors, model.version, outputs=asked)
+        return answered(result, outputs)
 
     def facts(self, model: Served) -> ModelFacts:
         """Read the configuration of a model."""
         with border(self._address, self._timeout_s):
-            return facts_of_json(model, self._client.get_model_config(model.name, model.version))
+            return facts_of_json(model, self._open().get_model_config(model.name, model.version))
 
     def is_ready(self, model: Served) -> bool:
         """Say whether the server and a model are ready; False if no server answers."""
         try:
             with border(self._address, self._timeout_s):
-                return bool(self._client.is_server_ready() and self._client.is_model_ready(model.name, model.version))
+                client = self._open()
+                return bool(client.is_server_ready() and client.is_model_ready(model.name, model.version))
         except (UnavailableError, DeadlineError):
             return False
 
     def close(self) -> None:
         """Close the connections."""
+        self._is_closed = True
         self._client.close()
+
+    def _open(self) -> Any:
+        """Return the library's client; closed, it would wait for a connection for ever."""
+        if self._is_closed:
+            raise closed(self._address)
+        return self._client
 
 
 def served_config(address: str, model: str, version: int, timeout_s: float = 10.0) -> pb.ModelConfig | None:
@@ -171,17 +197,23 @@ def _column(texts: Sequence[bytes]) -> NDArray[np.object_]:
     return column
 
 
-def facts_of(config: pb.ModelConfig) -> ModelFacts:
+def answered(result: Any, outputs: Sequence[str]) -> Answered:
+    """Return what Triton's library for HTTP has read of an answer."""
+    columns = [result.as_numpy(name).tolist() for name in outputs]
+    return Answered(result.get_response()["model_version"], columns)
+
+
+def facts_of(model: Served, config: pb.ModelConfig) -> ModelFacts:
     """Return what a client must know of a model with this configuration."""
     inputs = [tensor.name for tensor in config.input]
-    return _facts(config.name, config.parameters["labels"].string_value, inputs, config.max_batch_size)
+    return _facts(model, config.parameters["labels"].string_value, inputs, config.max_batch_size)
 
 
 def facts_of_json(model: Served, config: Mapping[str, Any]) -> ModelFacts:
     """Return what a client must know of a model with this configuration, as HTTP gives it."""
     labels = config.get("parameters", {}).get("labels", {}).get("string_value", "")
     inputs = [tensor["name"] for tensor in config["input"]]
-    return _facts(model.name, labels, inputs, config["max_batch_size"])
+    return _facts(model, labels, inputs, config["max_batch_size"])
 
 
 def channel_options(address: str) -> list[tuple[str, int]]:
@@ -199,13 +231,19 @@ def channel_options(address: str) -> list[tuple[str, int]]:
     return [*options, ("grpc.enable_http_proxy", 0)] if _is_loopback(address) else options
 
 
-def _facts(model: str, labels: str, inputs: Sequence[str], max_batch_size: int) -> ModelFacts:
+def _facts(model: Served, labels: str, inputs: Sequence[str], max_batch_size: int) -> ModelFacts:
     # A regression has an empty list there; a model that takes no texts has nothing.
     if not labels:
         raise RequestError(
-            f"model {model} names no labels in its configuration; ask for one that takes texts, not for its student"
+            f"model {model.name} names no labels in its configuration; "
+            "ask for one that takes texts, not for its student"
         )
-    return ModelFacts(labels=tuple(json.loads(labels)), is_pair="TEXT_PAIR" in inputs, max_batch_size=max_batch_size)
+    return ModelFacts(
+        labels=tuple(json.loads(labels)),
+        is_pair="TEXT_PAIR" in inputs,
+        max_batch_size=max_batch_size,
+        version=model.version,
+    )
 
 
 def _is_loopback(address: str) -> bool:
@@ -225,6 +263,11 @@ def border(address: str, timeout_s: float) -> Iterator[None]:
             raise DeadlineError(late) from error
         if status in _REFUSED or (status.startswith("4") and status.isdigit()):
             raise RequestError(f"the server at {address} refused the request: {message}") from error
+        if status in _FAILED and not any(words in message for words in _COMES_BACK):
+            reason = message.partition("\n")[0]
+            raise ServingError(
+                f"the server at {address} failed on the request: {reason}; it would fail again, look into its log"
+            ) from error
         if status == "UNAVAILABLE" and "connect" in message:
             raise UnavailableError(no_server(address, message)) from error
         raise UnavailableError(
@@ -232,6 +275,11 @@ def border(address: str, timeout_s: float) -> Iterator[None]:
         ) from error
     except TimeoutError as error:
         raise DeadlineError(late) from error
+    except ValueError as error:
+        # gRPC has no type of its own for it.
+        if "closed channel" not in str(error):
+            raise
+        raise closed(address) from error
     except (OSError, HTTPException) as error:
         reason = "the name is unknown" if isinstance(error, socket.gaierror) else str(error) or type(error).__name__
         raise UnavailableError(no_server(address, reason)) from error
@@ -242,6 +290,11 @@ def _cause(error: Any) -> tuple[str, str]:
     if isinstance(error, InferenceServerException):
         return (error.status() or "").removeprefix("StatusCode."), error.message()
     return error.code().name, error.details() or ""
+
+
+def closed(address: str) -> ServingError:
+    """Return the error for a client that was closed."""
+    return ServingError(f"the client of the server at {address} is closed; make another one")
 
 
 def no_server(address: str, reason: str) -> str:

@@ -20,6 +20,9 @@ GPU_GRAPH = "model.fp16.onnx"
 ENGINE_CACHE = "/var/cache/triton"
 """Folder of the server's container that keeps TensorRT's engines; making one takes minutes."""
 _USUAL_ROWS, _USUAL_TOKENS = 8, 32  # what engines are tuned for
+CASCADE_INSTANCES = 4
+"""Triton gives an instance the next batch only when all of the last one is answered, so that one row for the teacher
+would hold up every other request. They only wait, and take no core; each is a Python process of about 35 MB."""
 TEXTS = ("TEXT", "TEXT_PAIR")
 """Inputs that take text; a model of single texts has the first alone."""
 
@@ -80,10 +83,9 @@ def cascade_config(
 ) -> pb.ModelConfig:
     """Return the config of the model that asks the student, and the teacher where that one is unsure.
 
-    Its inputs and outputs are the entry model's, and ESCALATED bool [1]: whether the teacher answered. One instance:
-    it only waits for the others.
+    Its inputs and outputs are the entry model's, and ESCALATED bool [1]: whether the teacher answered.
     """
-    config = _base(student, f"{student.name}_cascade", 1, ())
+    config = _base(student, f"{student.name}_cascade", CASCADE_INSTANCES, ())
     _add_texts(config, student)
     config.output.add(name="ESCALATED", data_type=pb.TYPE_BOOL, dims=[1])
     parameters = {

@@ -6,6 +6,7 @@ publishes (their tokenizer, their checksums, which model opens the graph of whic
 
 import json
 import math
+import os
 from collections.abc import Iterator, Mapping
 from itertools import chain
 from pathlib import Path
@@ -15,7 +16,7 @@ from tritonclient.grpc import model_config_pb2 as pb
 
 from serving import triton, versions
 from serving.errors import RepositoryError
-from serving.graphs import RELEASES, graph_faults
+from serving.graphs import graph_faults, listed_release
 from serving.repository import unpaired
 from serving.versions import read_manifest, read_marker
 
@@ -27,6 +28,8 @@ _FILES = {"python": "model.py", "onnxruntime": "model.onnx"}
 _OTHER_FOLDERS = ("warmup", versions.CONFIGS)
 _ANY_GPUS = 1024
 _COUNTS = ("intra_op_thread_count", "inter_op_thread_count", "execution_mode")
+_NUMBERS = ("max_tokens", "pad_id")
+_NAMES = ("labels", "teacher_labels", "inputs")
 _ACCELERATORS = {"gpu": ("tensorrt", "cuda"), "cpu": ("openvino",)}
 _ITEM_BYTES = {
     **dict.fromkeys(("TYPE_BOOL", "TYPE_INT8", "TYPE_UINT8"), 1),
@@ -50,12 +53,12 @@ class Finding(NamedTuple):
 def verify(root: Path, *, release: str | None = None, gpus: int | None = None) -> list[Finding]:
     """Check a repository; [] if nothing is wrong.
 
-    `release` is the Triton container that will serve it, one of `RELEASES`; None is the embedded server. `gpus` is the
-    number of GPUs it will find; None counts those of this machine. Raises RepositoryError if there is nothing to check
-    or the release is unknown.
+    `release` is the Triton container that will serve it, 24.06 or later, with the packages of `deploy/requirements.txt`
+    for models in Python; None is the embedded server. `gpus` is the number of GPUs it will find; None counts those of
+    this machine. Raises RepositoryError if there is nothing to check or the release is unknown.
     """
-    if release is not None and release not in RELEASES:
-        raise RepositoryError(f"Triton release {release!r} is not known here; known: {', '.join(RELEASES)}")
+    if release is not None:
+        listed_release(release)  # refuses what is none
     if not root.is_dir():
         raise RepositoryError(f"model repository {root} is no folder; run `compressor publish`, or name another")
     folders = sorted(path for path in root.iterdir() if path.is_dir())
@@ -81,23 +84,56 @@ def served_versions(folder: Path, config: pb.ModelConfig) -> list[int]:
             return present[-(config.version_policy.latest.num_versions or 1) :]
 
 
+def asked_faults(folder: Path, config: pb.ModelConfig) -> Iterator[str]:
+    """Yield what is wrong between a model with a configuration and those that it asks, as they are now.
+
+    Nothing else shows, before a request fails or is answered wrongly, that they do not fit.
+    """
+    parameters = triton.parameters_of(config)
+    for role in ("student", "teacher"):
+        asked = parameters.get(role)
+        if not asked:
+            continue
+        try:
+            other = triton.from_text((folder.parent / asked / CONFIG).read_text("utf-8"))
+        except OSError:
+            yield f"the model asks {asked}, which the repository lacks; a server would say READY all the same"
+            continue
+        except (RepositoryError, UnicodeDecodeError):
+            continue  # said of that model
+        if other.max_batch_size < config.max_batch_size:
+            yield f"the model takes {config.max_batch_size} rows and asks {asked}, which takes {other.max_batch_size}"
+        sent, taken = _names(parameters.get("inputs", "[]")), [tensor.name for tensor in other.input]
+        if sent and sorted(sent) != sorted(taken):
+            yield f"the model sends {sent} to {asked}, which takes {taken}"
+        # A model that takes token ids has no such parameter, and names nothing.
+        ours = _names(parameters.get("labels" if role == "student" else "teacher_labels", ""))
+        theirs = _names(triton.parameters_of(other).get("labels", ""))
+        if None not in (ours, theirs) and ours != theirs:
+            yield f"the model takes the answers of {asked} for {ours}, in this order; they are {theirs}"
+
+
 def _model(folder: Path, release: str | None, gpus: int) -> Iterator[tuple[str, str]]:
     """Yield (place, fault) for everything that is wrong with one model."""
-    file = folder / CONFIG
-    if not file.is_file():
+    if not (folder / CONFIG).is_file():
         yield CONFIG, "is missing; a server that completes configurations would guess one"
         return
-    try:
-        config = triton.from_text(file.read_text("utf-8"))
-    except (RepositoryError, UnicodeDecodeError) as error:
-        yield CONFIG, str(error)
-        return
-    configs = [(CONFIG, config)]
-    for other in sorted(folder.glob("configs/*.pbtxt")):
+    configs = []
+    for file in (folder / CONFIG, *sorted(folder.glob("configs/*.pbtxt"))):
+        place = str(file.relative_to(folder))
         try:
-            configs.append((f"configs/{other.name}", triton.from_text(other.read_text("utf-8"))))
+            config = triton.from_text(file.read_text("utf-8"))
         except (RepositoryError, UnicodeDecodeError) as error:
-            yield f"configs/{other.name}", str(error)
+            yield place, str(error)
+            continue
+        wrong = [(place, fault) for fault in _parameter_faults(config)]
+        yield from wrong
+        # What follows reads the parameters.
+        if not wrong:
+            configs.append((place, config))
+    if not configs or configs[0][0] != CONFIG:
+        return
+    config = configs[0][1]
     for place, each in configs:
         # Another configuration than the usual one is for the machine that it is chosen on.
         devices = gpus if place == CONFIG else _ANY_GPUS
@@ -106,7 +142,7 @@ def _model(folder: Path, release: str | None, gpus: int) -> Iterator[tuple[str, 
             _device_faults(each, devices),
             _warmup_faults(folder, each),
             _backend_faults(each),
-            _asked_faults(folder, each),
+            asked_faults(folder, each),
         )
         for fault in chain(*found):
             yield place, fault
@@ -117,6 +153,34 @@ def _model(folder: Path, release: str | None, gpus: int) -> Iterator[tuple[str, 
             for fault in _file_faults(folder / str(version), each, release):
                 yield place, f"version {version}: {fault}"
     yield from _content_faults(folder)
+
+
+def _parameter_faults(config: pb.ModelConfig) -> Iterator[str]:
+    """Those of our models that cannot be read, as a configuration by hand may have them."""
+    for name, value in triton.parameters_of(config).items():
+        if name in _NAMES and _names(value) is None:
+            yield f'the parameter {name} is {value!r}; it must be names, as JSON: ["no", "yes"]'
+        if name in _NUMBERS and not (value.isascii() and value.isdigit()):
+            yield f"the parameter {name} is {value!r}; it must be a number as string_value"
+        if name == "onnx" and _format(value, "1") is None:
+            yield f"the parameter onnx is {value!r}; it must be a path, with {{version}} for the number of the version"
+
+
+def _names(value: str) -> list[str] | None:
+    """Return the names that a parameter holds; None if it holds none."""
+    try:
+        found = json.loads(value)
+    except ValueError:
+        return None
+    return found if isinstance(found, list) and all(isinstance(name, str) for name in found) else None
+
+
+def _format(path: str, version: str) -> str | None:
+    """Return a path with the number of a version filled in; None if it cannot be."""
+    try:
+        return path.format(version=version)
+    except (ValueError, LookupError, AttributeError):
+        return None
 
 
 def _config_faults(folder: Path, config: pb.ModelConfig, release: str | None) -> Iterator[str]:
@@ -158,7 +222,7 @@ def _label_faults(folder: Path, config: pb.ModelConfig) -> Iterator[str]:
             continue
         if len(names) != math.prod(tensor.dims) or len(set(names)) != len(names) or not all(map(str.strip, names)):
             yield f"{tensor.name} has dims {list(tensor.dims)} and {tensor.label_filename} the labels {names}"
-        if "labels" in config.parameters and json.loads(config.parameters["labels"].string_value) != names:
+        if "labels" in config.parameters and _names(config.parameters["labels"].string_value) != names:
             yield f"the parameter `labels` and {tensor.label_filename} differ"
 
 
@@ -196,7 +260,7 @@ def _data_faults(file: Path, given: pb.ModelWarmup.Input, warmup: str) -> Iterat
     raw, count = file.read_bytes(), math.prod(given.dims)
     kind = pb.DataType.Name(given.data_type)
     if kind != "TYPE_STRING":
-        if len(raw) != count * _ITEM_BYTES[kind]:
+        if len(raw) != count * _ITEM_BYTES.get(kind, 0):
             yield f"warm-up {warmup}: warmup/{file.name} has {len(raw)} bytes; {count} of {kind} are other"
         return
     start = 0
@@ -242,31 +306,12 @@ def _file_faults(version: Path, config: pb.ModelConfig, release: str | None) -> 
         yield f"{name} is missing"
     graph = _graph(version, config, backend)
     if graph is not None and not graph.is_file():
-        if graph.parent != version:
-            yield f"opens {graph.relative_to(version.parent.parent)}, which is missing"
+        if graph != version / name:
+            yield f"opens {os.path.relpath(graph, version.parent.parent)}, which is missing"
     elif graph is not None:
-        yield from graph_faults(graph, config, release if backend == "onnxruntime" else None)
-
-
-def _asked_faults(folder: Path, config: pb.ModelConfig) -> Iterator[str]:
-    """A model that asks others gives no way to see, before a request fails, that they cannot answer it."""
-    parameters = triton.parameters_of(config)
-    for role in ("student", "teacher"):
-        asked = parameters.get(role)
-        if not asked:
-            continue
-        try:
-            other = triton.from_text((folder.parent / asked / CONFIG).read_text("utf-8"))
-        except OSError:
-            yield f"the model asks {asked}, which the repository lacks; a server would say READY all the same"
-            continue
-        except (RepositoryError, UnicodeDecodeError):
-            continue  # said of that model
-        if other.max_batch_size < config.max_batch_size:
-            yield f"the model takes {config.max_batch_size} rows and asks {asked}, which takes {other.max_batch_size}"
-        sent, taken = json.loads(parameters.get("inputs", "[]")), [tensor.name for tensor in other.input]
-        if sent and sorted(sent) != sorted(taken):
-            yield f"the model sends {sent} to {asked}, which takes {taken}"
+        # A model that asks a student leaves opening to it.
+        asks = "student" in triton.parameters_of(config)
+        yield from graph_faults(graph, config, None if asks else release, in_python=backend != "onnxruntime")
 
 
 def _backend_faults(config: pb.ModelConfig) -> Iterator[str]:
@@ -303,9 +348,9 @@ def _profile_faults(config: pb.ModelConfig, parameters: Mapping[str, str]) -> It
 
 def _graph(version: Path, config: pb.ModelConfig, backend: str) -> Path | None:
     """Return the graph that a version opens; None if it opens none that is known."""
-    named = triton.parameters_of(config).get("onnx")
+    named = _format(triton.parameters_of(config).get("onnx", ""), version.name)
     if named:
-        return (version / named.format(version=version.name)).resolve()
+        return version / named
     file = version / (config.default_model_filename or "model.onnx")
     return file if backend == "onnxruntime" or file.is_file() else None
 

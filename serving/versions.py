@@ -10,15 +10,18 @@
   withdrawn-<version>/       was a version before it was rolled back
 """
 
+import contextlib
 import hashlib
 import json
 import os
 import shutil
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
+
+from serving.errors import RepositoryError
 
 MARKER = ".compressor.json"
 """The file that says that a model folder was written by `repository.write`."""
@@ -96,40 +99,46 @@ def newest(model: Path) -> int:
 
 def waiting(model: Path) -> int:
     """Return the newest version in a model folder that waits to be deployed; 0 if there is none."""
-    return max(_named(model, WAITING), default=0)
+    return max(all_waiting(model), default=0)
+
+
+def all_waiting(model: Path) -> list[int]:
+    """Return the versions in a model folder that wait to be deployed."""
+    return _named(model, WAITING)
 
 
 def last_used(model: Path) -> int:
     """Return the highest number that a version in a model folder ever had, withdrawn ones included; 0 if none."""
-    return max([newest(model), *_named(model, WITHDRAWN), *_named(model, WAITING)])
+    return max([newest(model), *_named(model, WITHDRAWN), *all_waiting(model)])
 
 
-def place(model: Path, version: int) -> Path:
-    """Return the folder of a version, which may be waiting."""
-    live, held = model / str(version), model / f"{WAITING}{version}"
+def place(model: Path, version: int, *, prefix: str = WAITING) -> Path:
+    """Return the folder of a version, which may be waiting, or have the name that `prefix` begins."""
+    live, held = model / str(version), model / f"{prefix}{version}"
     return held if held.is_dir() and not live.exists() else live
 
 
-def promote(model: Path, version: int) -> None:
-    """Make a waiting version one that Triton serves from its next load, and the shared files those of it."""
-    held = model / f"{WAITING}{version}"
-    if held.is_dir():
-        held.rename(model / str(version))
-        _sync(model)
-    _write_files(model, {Path(name): _bytes(model / str(version) / name) for name in _SHARED})
+def promote(models: Sequence[Path], version: int, *, prefix: str = WAITING) -> None:
+    """Make a version of models that change together one that Triton serves from its next load.
 
-
-def discard(model: Path, version: int) -> None:
-    """Put a waiting version aside; the ones that are served are not touched."""
-    held = model / f"{WAITING}{version}"
-    if held.is_dir():
-        held.rename(model / f"{WITHDRAWN}{version}")
-        _sync(model)
+    It may have the name that `prefix` begins, or not; the shared files become those of it. `models` begins with those
+    that the others open. Raises RepositoryError if one of them has no such version; then, and when the disk is full,
+    nothing is changed.
+    """
+    folders = {model: place(model, version, prefix=prefix) for model in models}
+    for model, folder in folders.items():
+        if not folder.is_dir():
+            raise RepositoryError(f"{model} has no version {version} any more; publish it again")
+    with contextlib.ExitStack() as stack:
+        puts = [stack.enter_context(_staged_files(model, _shared(folder))) for model, folder in folders.items()]
+        for (model, folder), put in zip(folders.items(), puts, strict=True):
+            _rename(folder, model / str(version))
+            put()
 
 
 def forget_waiting(model: Path, *, but: int) -> None:
     """Remove the versions that wait, apart from number `but`: whoever publishes another wants that one."""
-    for number in _named(model, WAITING):
+    for number in all_waiting(model):
         if number != but:
             shutil.rmtree(model / f"{WAITING}{number}")
 
@@ -139,13 +148,40 @@ def _named(model: Path, prefix: str) -> list[int]:
     return [int(number) for number in numbers if number.isdigit()]
 
 
-def withdraw(model: Path, version: int, older: int) -> None:
-    """Put a version aside under a name that Triton does not serve, and make the shared files those of `older`."""
-    # The shared files come first: a second call completes what a killed one began.
-    _write_files(model, {Path(name): _bytes(model / str(older) / name) for name in _SHARED})
-    if (model / str(version)).exists():
-        (model / str(version)).rename(model / f"{WITHDRAWN}{version}")
-        _sync(model)
+def withdraw(models: Sequence[Path], version: int, older: int, *, prefix: str = WITHDRAWN) -> None:
+    """Put a version of models that change together aside; where it does not wait, the shared files become `older`'s.
+
+    `prefix` is that of its new name, which Triton does not serve. `models` is as for `promote`. Raises RepositoryError
+    if `older` has no configuration; then, and when the disk is full, nothing is changed.
+    """
+    with contextlib.ExitStack() as stack:
+        puts = [
+            stack.enter_context(_staged_files(model, _shared(model / str(older))))
+            for model in models
+            if (model / str(version)).is_dir()
+        ]
+        # The shared files come first: a second call completes what a killed one began.
+        for put in puts:
+            put()
+        for model in reversed(models):
+            if place(model, version).is_dir():
+                _rename(place(model, version), model / f"{prefix}{version}")
+
+
+def _rename(folder: Path, target: Path) -> None:
+    if folder != target:
+        folder.rename(target)
+        _sync(target.parent)
+
+
+def _shared(version: Path) -> dict[Path, bytes]:
+    """Return the files of a version that its model's folder holds as well, without bytes where it has none.
+
+    Raises RepositoryError if it has no configuration, without which the model could not be served at all.
+    """
+    if not (version / "config.pbtxt").is_file():
+        raise RepositoryError(f"{version} has no config.pbtxt; publish it again")
+    return {Path(name): _bytes(version / name) for name in _SHARED}
 
 
 def holds(model: Path, version: int, content: Content) -> bool:
@@ -280,23 +316,40 @@ def _write_shared(content: Content, model: Path) -> None:
 
 def _write_files(model: Path, wanted: Mapping[Path, bytes]) -> None:
     """Replace the files of a model folder that differ, each in one step; one that shall have no bytes goes."""
-    for name, raw in wanted.items():
-        if _bytes(model / name) == raw:
-            continue
-        if not raw:
-            (model / name).unlink()
-            continue
-        (model / name).parent.mkdir(exist_ok=True)
-        # The temporary name is in the model's folder: Triton takes every file in `warmup` for what it says it is.
-        descriptor, temporary = tempfile.mkstemp(prefix=PARTIAL, dir=model)
-        os.close(descriptor)
-        try:
-            _write(raw, Path(temporary))
-            Path(temporary).chmod(0o644)
-            Path(temporary).rename(model / name)
-        except BaseException:
-            Path(temporary).unlink(missing_ok=True)
-            raise
+    with _staged_files(model, wanted) as put:
+        put()
+
+
+@contextlib.contextmanager
+def _staged_files(model: Path, wanted: Mapping[Path, bytes]) -> Iterator[Callable[[], None]]:
+    """Write files of a model folder under temporary names; yield what puts them in their places, in order."""
+    staged: dict[Path, Path | None] = {}
+
+    def put() -> None:
+        for name, temporary in staged.items():
+            if temporary is None:
+                (model / name).unlink()
+            else:
+                temporary.rename(model / name)
+
+    try:
+        for name, raw in wanted.items():
+            if _bytes(model / name) == raw:
+                continue
+            staged[name] = None
+            if raw:
+                (model / name).parent.mkdir(exist_ok=True)
+                # It is in the model's folder: Triton takes every file in `warmup` for what it says it is.
+                descriptor, temporary = tempfile.mkstemp(prefix=PARTIAL, dir=model)
+                os.close(descriptor)
+                staged[name] = Path(temporary)
+                _write(raw, Path(temporary))
+                Path(temporary).chmod(0o644)
+        yield put
+    finally:
+        for partial in staged.values():
+            if partial is not None:
+                partial.unlink(missing_ok=True)
 
 
 def _write(source: Path | bytes, target: Path) -> None:

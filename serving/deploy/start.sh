@@ -6,7 +6,7 @@ set -eu
 key="$(od -An -N24 -tx1 /dev/urandom | tr -d ' \n')"
 closed="model-repository,shared-memory,trace,logging:admin-key=${key}"
 
-# A model with a response cache does not load without this.
+# Without this a model with a response cache loads (seen with 24.10), and caches nothing.
 models="${MODELS:-/models}"
 if grep -qs '^response_cache' "$models"/*/config.pbtxt; then
     set -- --cache-config=local,size=67108864 "$@"
@@ -15,18 +15,21 @@ fi
 # All addresses of the container; who may reach them is decided outside.
 address="${ADDRESS:-0.0.0.0}"
 
-# Says whether a child of the server has died and was left lying.
-lost_a_child() {
+# Says whether a model's process has died and was left lying. As the first process of a container the server inherits
+# orphans of every other kind and leaves these lying too: a shell of `kubectl exec`, for one.
+lost_a_model() {
     for file in /proc/[0-9]*/status; do
-        state='' parent=''
+        name='' state='' parent=''
         while read -r word value _; do
             case "$word" in
+                Name:) name="$value" ;;
                 State:) state="$value" ;;
                 PPid:) parent="$value" ;;
                 *) ;;
             esac
         done 2>/dev/null <"$file" || continue
-        [ "$state $parent" = "Z $$" ] && return 0
+        # The kernel keeps 15 characters of triton_python_backend_stub.
+        [ "$state $parent $name" = "Z $$ triton_python_b" ] && return 0
     done
     return 1
 }
@@ -35,7 +38,7 @@ lost_a_child() {
 # 24.10). Then the server has to end, for who runs the container to start it again.
 (
     while sleep 2 && kill -0 $$ 2>/dev/null; do # no longer than the server lives
-        if lost_a_child && sleep 1 && lost_a_child; then
+        if lost_a_model && sleep 1 && lost_a_model; then
             echo "the process of a model has died; the server ends" >&2
             kill -TERM $$
         fi

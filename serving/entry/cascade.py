@@ -32,6 +32,8 @@ class TritonPythonModel:
         self.texts = [tensor["name"] for tensor in config["input"]]
         labels, teacher_labels = (json.loads(parameters[name]) for name in ("labels", "teacher_labels"))
         self.labels = np.array(labels, dtype=object)
+        # In the order in which each model gives their probabilities.
+        self.labels_of = {self.student: labels, self.teacher: teacher_labels}
         # The teacher may name its labels in another order.
         self.order_C = [teacher_labels.index(label) for label in labels]
         labels_of = {"model": args["model_name"], "version": args["model_version"]}
@@ -73,10 +75,10 @@ class TritonPythonModel:
         return pb_utils.InferenceResponse([pb_utils.Tensor(name, values[name]) for name in values if name in asked])
 
     async def ask(self, model: str, tensors: dict[str, NDArray[Any]]) -> Any:
-        """Return the probabilities, float32 [R, C], and TRUNCATED, bool [R, 1], that a model answers; or its error."""
+        """Return the probabilities, float32 [R, C], and TRUNCATED, bool [R, 1], that a model answers; or an error."""
         response = await pb_utils.InferenceRequest(
             model_name=model,
-            requested_output_names=["PROBABILITIES", "TRUNCATED"],
+            requested_output_names=["PROBABILITIES", "TRUNCATED", "LABEL"],
             inputs=[pb_utils.Tensor(name, tensor) for name, tensor in tensors.items()],
         ).async_exec()
         if response.has_error():
@@ -86,7 +88,18 @@ class TritonPythonModel:
             return pb_utils.TritonError(
                 message, pb_utils.TritonError.INVALID_ARG if is_senders else pb_utils.TritonError.UNAVAILABLE
             )
-        found = (
-            pb_utils.get_output_tensor_by_name(response, name).as_numpy() for name in ("PROBABILITIES", "TRUNCATED")
+        answers_RC, is_cut_R1, label_R1 = (
+            np.array(pb_utils.get_output_tensor_by_name(response, name).as_numpy())
+            for name in ("PROBABILITIES", "TRUNCATED", "LABEL")
         )
-        return tuple(np.array(value) for value in found)
+        labels = self.labels_of[model]
+        # Another version of the model, deployed alone, may have its labels in another order.
+        if answers_RC.shape[1] != len(labels) or any(
+            labels[best] != label.decode()
+            for best, label in zip(answers_RC.argmax(axis=1), label_R1[:, 0], strict=True)
+        ):
+            return pb_utils.TritonError(
+                f"{model} has other labels now than {labels}; deploy the cascade that was published with it",
+                pb_utils.TritonError.UNAVAILABLE,
+            )
+        return answers_RC, is_cut_R1

@@ -3,7 +3,7 @@
 It stands beside `tokenizer.json` in a version folder. It opens the ONNX file that the model's parameter `onnx` names,
 or, with the parameter `student`, asks the model of that name in the same server, which serves the file.
 The model's configuration says which inputs it takes (TEXT, or TEXT and TEXT_PAIR) and its labels (none: a regression).
-All waiting requests are tokenised together; rows that are padded to the same width run together.
+The rows of all waiting requests that are padded to the same width run together.
 
 shape legend: R rows (texts or pairs), T tokens, C classes, or 1 for a regression
 """
@@ -14,7 +14,7 @@ import re
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import triton_python_backend_utils as pb_utils
@@ -22,7 +22,14 @@ from numpy.typing import NDArray
 from tokenizers import Encoding, Tokenizer
 
 MAX_TEXT_BYTES = 100_000
-"""Longest text taken; far more than any model reads, small enough that one request cannot hold the others up."""
+"""Longest text taken; far more than any model reads."""
+
+MAX_REQUEST_BYTES = 500_000
+"""Most that the texts of one request may hold together: tokenising so much takes 0.2 s, or 1 s where the words are as
+long as can be, and what else its instance has to do waits for it."""
+
+LONG_PAIR = 4
+"""A pair with a text of more characters than this for each token that the model reads is cut before it is tokenised."""
 
 PAD_MULTIPLE = 8
 """Rows are padded to a multiple of this many tokens: few distinct shapes, and whole vector registers.
@@ -38,6 +45,9 @@ FLUSH_S = 1.0
 # sets turn into, and BERT's own tokenizer drops it. The same characters pass in training data.
 _CONTROL = re.compile(r"[\x00-\x08\x0b\x0c\x0e\x0f\x1b\x7f]")
 
+
+# What a model that was asked says of rows that its graph refuses: Triton's onnxruntime backend, and `runner`.
+_REFUSALS = ("onnx runtime error", "the graph refused")
 
 METRICS = {
     "tokenise_s": ("compressor_tokenise_seconds_total", "Time spent reading and tokenising texts"),
@@ -56,6 +66,21 @@ class BadTextError(Exception):
 
 class GraphError(Exception):
     """The graph gave no answer, which is no fault of a request; the same one may succeed later."""
+
+
+class BadRowsError(Exception):
+    """The graph cannot run these rows; others it can, and these it can not later either."""
+
+
+class Row(NamedTuple):
+    """A text or pair, tokenised."""
+
+    ids: list[int]
+    type_ids: list[int]
+    is_cut: bool
+    """Whether the model reads only a part of it."""
+    start: str
+    """How the first text begins, to name it."""
 
 
 Graph = Callable[[dict[str, NDArray[Any]]], NDArray[Any]]
@@ -100,80 +125,125 @@ class TritonPythonModel:
         """Return one response for each request, in order; a bad request gets an error of its own."""
         began = time.perf_counter()
         errors: dict[int, str] = {}
-        rows: list[tuple[str, ...]] = []
-        owners: list[int] = []
+        rows: list[Row] = []
+        parts: list[slice] = []
         for index, request in enumerate(requests):
+            start = len(rows)
             try:
-                found = self.read(request)
+                rows += self.read(request)
             except BadTextError as error:
                 errors[index] = str(error)
-            else:
-                rows += found
-                owners += [index] * len(found)
-        encodings = self.tokenizer.encode_batch_fast(rows if len(self.texts) == 2 else [text for (text,) in rows])
+            parts.append(slice(start, len(rows)))
         tokenised = time.perf_counter()
-        for owner, texts, encoding in zip(owners, rows, encodings, strict=True):
-            for number in set(range(len(texts))) - set(encoding.sequence_ids):
-                errors[owner] = (
-                    f"{self.texts[number]} {texts[number][:20]!a} holds nothing that the tokenizer can read; "
-                    "send at least one word"
-                )
-        kept = [row for row, owner in enumerate(owners) if owner not in errors]
         try:
-            answers_RC = self.run([encodings[row] for row in kept])
+            answers_RC, refused = self.run_each(rows)
         except GraphError as error:
             failure = pb_utils.TritonError(str(error), pb_utils.TritonError.UNAVAILABLE)
             return [
                 refusal(errors[index]) if index in errors else pb_utils.InferenceResponse(error=failure)
                 for index in range(len(requests))
             ]
-        is_cut_R = np.array([bool(encodings[row].overflowing) for row in kept], dtype=bool)
-        rows_of: dict[int, list[int]] = {}
-        for position, row in enumerate(kept):
-            rows_of.setdefault(owners[row], []).append(position)
+        for row, reason in refused.items():
+            owner = next(index for index, part in enumerate(parts) if row < part.stop)
+            errors[owner] = f"{self.texts[0]} {rows[row].start!a} cannot be run: {reason}; leave it out"
         ran = time.perf_counter()
         responses = [
-            refusal(errors[index])
-            if index in errors
-            else self.response(request, answers_RC[rows_of[index]], is_cut_R[rows_of[index]])
-            for index, request in enumerate(requests)
+            refusal(errors[index]) if index in errors else self.response(request, answers_RC[part], rows[part])
+            for index, (request, part) in enumerate(zip(requests, parts, strict=True))
         ]
+        answered = [row for index, part in enumerate(parts) if index not in errors for row in rows[part]]
         self.counters.add(
             tokenise_s=tokenised - began,
             run_s=ran - tokenised,
-            texts=len(kept),
-            cut=int(is_cut_R.sum()),
+            texts=len(answered),
+            cut=sum(row.is_cut for row in answered),
             refused=len(errors),
-            tokens=sum(len(encodings[row]) for row in kept),
-            padded=sum(self.width(len(encodings[row])) for row in kept),
+            tokens=sum(len(row.ids) for row in answered),
+            padded=sum(self.width(len(row.ids)) for row in answered),
         )
         return responses
 
-    def read(self, request: Any) -> list[tuple[str, ...]]:
-        """Return the rows of one request, each of one text or two; raise BadTextError naming the broken rule."""
-        columns = [read_texts(pb_utils.get_input_tensor_by_name(request, name).as_numpy(), name) for name in self.texts]
+    def read(self, request: Any) -> list[Row]:
+        """Return the rows of one request; raise BadTextError naming the broken rule."""
+        tensors = {name: pb_utils.get_input_tensor_by_name(request, name).as_numpy() for name in self.texts}
+        columns = [read_texts(texts_R1, name) for name, texts_R1 in tensors.items()]
         if len(columns[0]) != len(columns[-1]):
             raise BadTextError(f"TEXT holds {len(columns[0])} texts and TEXT_PAIR {len(columns[1])}; send pairs")
-        return list(zip(*columns, strict=True))
+        size = sum(len(raw) for texts_R1 in tensors.values() for raw in texts_R1[:, 0])
+        if size > MAX_REQUEST_BYTES:
+            raise BadTextError(
+                f"TEXT: the request holds {size} bytes of text; at most {MAX_REQUEST_BYTES} are taken, "
+                "send fewer texts at a time"
+            )
+        rows = []
+        for texts, encoding in zip(zip(*columns, strict=True), self.tokenise(columns), strict=True):
+            for number in set(range(len(texts))) - set(encoding.sequence_ids):
+                raise BadTextError(
+                    f"{self.texts[number]} {texts[number][:20]!a} holds nothing that the tokenizer can read; "
+                    "send at least one word"
+                )
+            rows.append(Row(encoding.ids, encoding.type_ids, bool(encoding.overflowing), texts[0][:20]))
+        return rows
 
-    def run(self, encodings: list[Encoding]) -> NDArray[Any]:
+    def tokenise(self, columns: list[list[str]]) -> list[Encoding]:
+        """Return each text, or pair, as the model reads it."""
+        if len(columns) == 1:
+            return list(self.tokenizer.encode_batch_fast(columns[0]))
+        return list(self.tokenizer.encode_batch_fast([self.shorten(pair) for pair in zip(*columns, strict=True)]))
+
+    def shorten(self, pair: tuple[str, str]) -> tuple[str, str]:
+        """Return a pair without the ends of its texts that are not read anyway; it gives the same tokens.
+
+        The library combines each part of the first text that does not fit with each of the second: time and memory
+        grow with the square of the length. Twice max_tokens of the longer text stay and once of the other, so
+        that the longer one stays that: it may keep one token more. The words of WordPiece are matched from the left:
+        what comes later does not change a token.
+        """
+        if max(map(len, pair)) <= LONG_PAIR * self.max_tokens:
+            return pair
+        # Without special tokens each part but the last holds max_tokens tokens, more than a pair has of one text.
+        first, second = (
+            [found, *found.overflowing] for found in self.tokenizer.encode_batch(pair, add_special_tokens=False)
+        )
+        is_first_longer = sum(map(len, first)) > sum(map(len, second))
+        return (
+            cut_behind(pair[0], first[: 1 + is_first_longer]),
+            cut_behind(pair[1], second[: 2 - is_first_longer]),
+        )
+
+    def run_each(self, rows: list[Row]) -> tuple[NDArray[Any], dict[int, str]]:
+        """Return what `run` does, NaN for each row that the graph refuses, and the reasons for these rows."""
+        try:
+            return self.run(rows), {}
+        except BadRowsError:
+            # One row spoils the batch; alone, each gets its own answer.
+            answers_RC = np.full((len(rows), max(1, self.labels.size)), np.nan, np.float32)
+        refused: dict[int, str] = {}
+        for number, row in enumerate(rows):
+            try:
+                answers_RC[number] = self.run([row])[0]
+            except BadRowsError as error:
+                refused[number] = str(error)
+        return answers_RC, refused
+
+    def run(self, rows: list[Row]) -> NDArray[Any]:
         """Return the probabilities, or the numbers of a regression, float32 [R, C], of tokenised rows.
 
         Rows of one padded width run together, at most `max_batch_size` rows and `max_batch_tokens` tokens at a time.
         """
-        if not encodings:
+        if not rows:
             return np.empty((0, 1), np.float32)
         by_width: dict[int, list[int]] = {}
-        for row, encoding in enumerate(encodings):
-            by_width.setdefault(self.width(len(encoding)), []).append(row)
+        for number, row in enumerate(rows):
+            by_width.setdefault(self.width(len(row.ids)), []).append(number)
         logits_RC: NDArray[Any] | None = None
-        for width, rows in by_width.items():
+        for width, numbers in by_width.items():
             step = max(1, min(self.max_batch_size, self.max_batch_tokens // width))
-            for start in range(0, len(rows), step):
-                some = rows[start : start + step]
-                found = self.graph(self.feed([encodings[row] for row in some], width))
+            for start in range(0, len(numbers), step):
+                some = numbers[start : start + step]
+                found = self.graph(self.feed([rows[number] for number in some], width))
                 if logits_RC is None:
-                    logits_RC = np.empty((len(encodings), found.shape[1]), np.float32)
+                    logits_RC = np.empty((len(rows), found.shape[1]), np.float32)
                 logits_RC[some] = found
         assert logits_RC is not None  # there are rows
         return logits_RC if self.is_regression else softmax(logits_RC)
@@ -182,33 +252,33 @@ class TritonPythonModel:
         """Return the tokens that a row is padded to: not past max_tokens, where the position table can end."""
         return min(-(-tokens // PAD_MULTIPLE) * PAD_MULTIPLE, self.max_tokens)
 
-    def feed(self, encodings: list[Encoding], width: int) -> dict[str, NDArray[Any]]:
+    def feed(self, rows: list[Row], width: int) -> dict[str, NDArray[Any]]:
         """Return the graph's inputs, int64 [R, T], T being `width`."""
-        ids_RT = np.full((len(encodings), width), self.pad_id, np.int64)
+        ids_RT = np.full((len(rows), width), self.pad_id, np.int64)
         mask_RT, types_RT = np.zeros_like(ids_RT), np.zeros_like(ids_RT)
-        for row, encoding in enumerate(encodings):
-            ids_RT[row, : len(encoding)] = encoding.ids
-            mask_RT[row, : len(encoding)] = 1
-            types_RT[row, : len(encoding)] = encoding.type_ids
+        for number, row in enumerate(rows):
+            tokens = len(row.ids)
+            ids_RT[number, :tokens] = row.ids
+            mask_RT[number, :tokens] = 1
+            types_RT[number, :tokens] = row.type_ids
         tensors = {"input_ids": ids_RT, "attention_mask": mask_RT, "token_type_ids": types_RT}
         return {name: tensors[name] for name in self.inputs}
 
-    def response(self, request: Any, answers_RC: NDArray[Any], is_cut_R: NDArray[np.bool_]) -> Any:
+    def response(self, request: Any, answers_RC: NDArray[Any], rows: list[Row]) -> Any:
         """Return the answer for one request of R rows: the outputs that it asks for."""
         if not np.isfinite(answers_RC).all():
             error = pb_utils.TritonError(
                 "the model answered a number that is not finite", pb_utils.TritonError.INTERNAL
             )
             return pb_utils.InferenceResponse(error=error)
-        values: dict[str, NDArray[Any]] = {"TRUNCATED": is_cut_R[:, None]}
-        if self.is_regression:
-            values["VALUE"] = answers_RC
-        else:
+        asked = set(request.requested_output_names())
+        values = {"TRUNCATED": np.array([[row.is_cut] for row in rows])}
+        values["VALUE" if self.is_regression else "PROBABILITIES"] = answers_RC
+        # The clients of this project do without these, and each costs time.
+        if not asked.isdisjoint(("LABEL", "SCORE")) and not self.is_regression:
             best_R1 = answers_RC.argmax(axis=1)[:, None]
             values["LABEL"] = self.labels[best_R1]
             values["SCORE"] = np.take_along_axis(answers_RC, best_R1, axis=1)
-            values["PROBABILITIES"] = answers_RC
-        asked = request.requested_output_names()
         return pb_utils.InferenceResponse([pb_utils.Tensor(name, values[name]) for name in values if name in asked])
 
 
@@ -255,7 +325,10 @@ def ask_student(name: str, version: int) -> Graph:
             preferred_memory=pb_utils.PreferredMemory(pb_utils.TRITONSERVER_MEMORY_CPU, 0),
         ).exec()
         if response.has_error():
-            raise GraphError(f"{name} gave no answer: {response.error().message()}")
+            message = response.error().message()
+            if any(refusal in message for refusal in _REFUSALS):
+                raise BadRowsError(message)
+            raise GraphError(f"{name} gave no answer: {message}")
         logits_RC: NDArray[Any] = np.array(pb_utils.get_output_tensor_by_name(response, "logits").as_numpy())
         return logits_RC
 
@@ -273,7 +346,17 @@ def open_graph(onnx: Path, threads: int) -> Graph:
     session = onnxruntime.InferenceSession(
         str(onnx), options, providers=["CPUExecutionProvider"], disabled_optimizers=["SkipLayerNormFusion"]
     )
-    return lambda feed: session.run(["logits"], feed)[0]
+
+    def run(feed: dict[str, NDArray[Any]]) -> NDArray[Any]:
+        try:
+            logits_RC: NDArray[Any] = session.run(["logits"], feed)[0]
+        # ONNX Runtime's errors share no base class of their own. The usual reasons are a token that the graph's
+        # vocabulary lacks, and memory.
+        except Exception as error:
+            raise BadRowsError(str(error)) from error
+        return logits_RC
+
+    return run
 
 
 def read_texts(texts_R1: NDArray[Any], name: str) -> list[str]:
@@ -282,6 +365,11 @@ def read_texts(texts_R1: NDArray[Any], name: str) -> list[str]:
         raise BadTextError(f"{name} has shape {list(texts_R1.shape)}; send [texts, 1] with at least one text")
     one = len(texts_R1) == 1
     return [read_text(bytes(raw), name if one else f"{name}[{row}]") for row, raw in enumerate(texts_R1[:, 0])]
+
+
+def cut_behind(text: str, parts: list[Encoding]) -> str:
+    """Return a text up to the end of its last token in `parts`; whole if they hold none."""
+    return text[: parts[-1].offsets[-1][1]] if len(parts[-1]) else text
 
 
 def read_text(raw: bytes, name: str) -> str:
@@ -305,7 +393,7 @@ def read_text(raw: bytes, name: str) -> str:
 
 def softmax(logits_RC: NDArray[Any]) -> NDArray[Any]:
     """Return float32 [R, C] rows that sum to 1; shifting by the maximum keeps exp() from overflowing."""
-    shifted = np.exp(logits_RC.astype(np.float64) - logits_RC.max(axis=1, keepdims=True))
+    shifted = np.exp(np.subtract(logits_RC, logits_RC.max(axis=1, keepdims=True), dtype=np.float64))
     probabilities_RC: NDArray[Any] = shifted / shifted.sum(axis=1, keepdims=True)
     return probabilities_RC.astype(np.float32)
 

@@ -1,9 +1,12 @@
 """Tiny real parts for the tests: a bag-of-words ONNX graph, a WordPiece tokenizer, a published repository."""
 
 import importlib.util
+import os
 import sys
+import tempfile
+import time
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -14,7 +17,7 @@ from google.protobuf import json_format
 from onnx import TensorProto, helper, numpy_helper
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors
 
-from serving import ServedModel, free_port, triton
+from serving import ServedModel, TritonServer, free_port, triton, versions, write
 
 LABELS = ("negative", "positive")
 WORDS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "good", "bad", "fine", "film", "é")
@@ -240,3 +243,53 @@ def load_entry(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
 def ports() -> dict[str, int]:
     """Return three free ports by the names of the server's arguments."""
     return {name: free_port() for name in ("http_port", "grpc_port", "metrics_port")}
+
+
+@pytest.fixture
+def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Let servers keep their run folders below the test's own folder, and return where."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    return tmp_path / f"compressor-triton-{os.getuid()}"
+
+
+def regions(prefix: str = "compressor-") -> list[str]:
+    """Return the names of the shared memory that servers of ours hold."""
+    return [name for name in os.listdir("/dev/shm") if name.startswith(prefix)]
+
+
+def wait_until(condition: Callable[[], bool], seconds: float = 20) -> None:
+    """Return once a condition holds; fail after `seconds`."""
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "did not happen in time"
+        time.sleep(0.02)
+
+
+def answers(entry: Any, *requests: Any) -> list[Any]:
+    """Return the labels of each request, or the message of its error."""
+    return [
+        str(response.error) if response.error else response.outputs["LABEL"][:, 0].tolist()
+        for response in entry.execute(list(requests))
+    ]
+
+
+Served = tuple[TritonServer, Any, Path]
+"""A server, the small parts of these tests, and the folder of its repository."""
+
+
+@pytest.fixture(scope="module")
+def served(kit: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    """A server with two versions published, the second one live."""
+    folder = tmp_path_factory.mktemp("operated")
+    publish(kit, folder, 1)
+    publish(kit, folder, 2)
+    with TritonServer(folder / "repository", **kit.ports()) as server:
+        yield server, kit, folder
+
+
+def publish(kit: Any, folder: Path, strength: float, **fields: Any) -> int:
+    """Publish a model whose scores tell its strength; return its version."""
+    onnx = kit.write_graph(folder / f"{strength}.onnx", weights=kit.WEIGHTS * strength)
+    written = write(kit.tiny_model(folder / "model", onnx=onnx, **fields), folder / "repository")[0]
+    return int(written.name.removeprefix(versions.WAITING))

@@ -5,9 +5,11 @@ import os
 import signal
 import socket
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from serving import (
@@ -20,7 +22,8 @@ from serving import (
     UnavailableError,
     write,
 )
-from serving.aio import AsyncClient
+from serving.aio import IN_FLIGHT, AsyncClient
+from serving.transport import Answered, ModelFacts, Served
 
 
 @pytest.fixture(scope="module")
@@ -30,6 +33,108 @@ def server(kit: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Trito
     write(kit.tiny_model(folder / "model"), folder / "repository")
     with TritonServer(folder / "repository", **kit.ports()) as started:
         yield started
+
+
+class SlowServer:
+    """A transport to a server that needs a moment for each request, and refuses the text "bad"."""
+
+    def __init__(self) -> None:
+        self.live, self.gone = "1", list[str]()
+        self.asked = self.answered = self.now = self.most = 0
+
+    async def infer(self, model: Served, inputs: Mapping[str, Sequence[bytes]], outputs: Sequence[str]) -> Answered:
+        """Answer each text with "b", the last label."""
+        self.asked += 1
+        self.now += 1
+        self.most = max(self.most, self.now)
+        live = self.live
+        try:
+            await asyncio.sleep(0.001)
+            if b"bad" in inputs["TEXT"]:
+                raise RequestError("TEXT is bad") from KeyError("status")
+            await asyncio.sleep(0.001)
+        finally:
+            self.now -= 1
+        self.answered += 1
+        return Answered(live, [[[0.0, 1.0] for _ in inputs["TEXT"]], [[False] for _ in inputs["TEXT"]]])
+
+    async def facts(self, model: Served) -> ModelFacts:
+        """Version 1 has the labels a and b, all others b and a."""
+        if model.version in self.gone:
+            raise RequestError("not ready")
+        labels = ("a", "b") if (model.version or self.live) == "1" else ("b", "a")
+        return ModelFacts(labels=labels, is_pair=False, max_batch_size=4, version=model.version)
+
+    async def is_ready(self, model: Served) -> bool:
+        """Always."""
+        return True
+
+    async def close(self) -> None:
+        """Do nothing."""
+
+
+async def slow_client() -> tuple[AsyncClient, SlowServer]:
+    client = AsyncClient("127.0.0.1:1")
+    await client.close()
+    client._transport = server = SlowServer()
+    return client, server
+
+
+def test_a_long_list_goes_few_requests_at_a_time() -> None:
+    async def ask() -> None:
+        client, server = await slow_client()
+        texts = [str(number) for number in range(403)]
+        assert [answer.text for answer in await client.classify(texts)] == texts
+        assert (server.asked, server.most) == (101, IN_FLIGHT)
+        # What others ask does not wait for a long list.
+        server.most = 0
+        await asyncio.gather(client.classify(texts), *(client.classify(["x"]) for _ in range(20)))
+        assert server.most > IN_FLIGHT
+
+    asyncio.run(ask())
+
+
+def test_the_first_error_is_raised_itself_and_ends_the_other_requests() -> None:
+    async def ask() -> None:
+        client, server = await slow_client()
+        with pytest.raises(RequestError, match=r"^texts 4 to 7: TEXT is bad$") as found:
+            await client.classify(["x"] * 5 + ["bad"] + ["x"] * 400)
+        assert isinstance(found.value.__cause__, RequestError)
+        assert isinstance(found.value.__cause__.__cause__, KeyError)
+        assert found.value.__context__ is found.value.__cause__
+        assert (server.answered, server.now) == (0, 0)
+        # The place of the refused request is taken once more before its error is seen.
+        assert server.asked <= IN_FLIGHT + 1
+
+    asyncio.run(ask())
+
+
+def test_an_answer_has_the_labels_of_the_version_that_gave_it() -> None:
+    async def ask() -> None:
+        client, server = await slow_client()
+
+        async def label() -> str:
+            return str(vars((await client.classify(["x"]))[0])["label"])
+
+        assert await label() == "b"
+        waiting = [asyncio.create_task(label()) for _ in range(3)]
+        while server.now < len(waiting):
+            await asyncio.sleep(0)
+        server.live = "2"
+        # Asked of version 1 and of version 2, and answered in any order.
+        assert await asyncio.gather(*waiting, label(), label()) == ["b", "b", "b", "a", "a"]
+        assert await label() == "a"
+        server.live, server.gone = "3", ["3"]
+        waiting = [asyncio.create_task(label())]
+        while not server.now:
+            await asyncio.sleep(0)
+        server.live = "1"
+        assert await waiting[0] == "b"
+        server.live = "3"
+        with pytest.raises(UnavailableError, match="model sst2 was another version each of the 4 times"):
+            await label()
+
+    asyncio.run(ask())
 
 
 @pytest.mark.triton
@@ -52,6 +157,12 @@ def test_it_answers_as_the_other_client_does(server: TritonServer, protocol: Any
                     await absent.classify(["good"])
             async with AsyncClient(url, protocol=protocol, version=7) as other:
                 assert not await other.is_ready()
+            for bad, where in ((["good"] * 6 + [""] + ["good"] * 3, "texts 4 to 7: the"), (["good", ""], "the")):
+                with Client(url, protocol=protocol) as other, pytest.raises(RequestError) as wanted:
+                    other.classify(bad)
+                with pytest.raises(RequestError, match=rf"^{where} server .* TEXT\[\d\] is empty") as found:
+                    await client.classify(bad)
+                assert str(found.value) == str(wanted.value)
             together = await asyncio.gather(*(client.classify([text]) for text in texts))
             assert [answer for (answer,) in together] == await client.classify(texts)
             return await client.classify(texts)
@@ -100,6 +211,51 @@ def test_a_server_that_hangs_up_cannot_be_reached() -> None:
 
     with pytest.raises(UnavailableError, match="no server answers at"):
         asyncio.run(ask())
+
+
+@pytest.mark.parametrize("protocol", ["grpc", "http"])
+def test_a_closed_client_says_so(protocol: Any) -> None:
+    async def ask() -> None:
+        client = AsyncClient("127.0.0.1:1", protocol=protocol, retries=3)
+        await client.close()
+        for _ in range(2):
+            with pytest.raises(ServingError, match=r"at 127\.0\.0\.1:1 is closed; make another one"):
+                await client.is_ready()
+        await client.classify(["good"])
+
+    with pytest.raises(ServingError, match=r"the client of the server at 127.0.0.1:1 is closed") as found:
+        asyncio.run(ask())
+    assert type(found.value) is ServingError
+
+
+@pytest.mark.triton
+def test_a_request_on_which_the_model_fails_is_not_sent_again(kit: Any, tmp_path: Path) -> None:
+    weights = kit.WEIGHTS.copy()
+    weights[kit.WORDS.index("film")] = np.inf
+    onnx = kit.write_graph(tmp_path / "infinite.onnx", weights=weights)
+    write(kit.tiny_model(tmp_path / "model", onnx=onnx, warmup_texts=()), tmp_path / "repository")
+    with TritonServer(tmp_path / "repository", **kit.ports()) as server:
+
+        async def ask() -> None:
+            async with AsyncClient(server.grpc_url, retries=3) as client:
+                await client.classify(["film"])
+
+        def ask_in_turn(url: str, protocol: Any) -> None:
+            with Client(url, protocol=protocol, retries=3) as client:
+                assert client.classify(["good"])
+                client.classify(["film"])
+
+        for fail in (
+            lambda: asyncio.run(ask()),
+            lambda: ask_in_turn(server.grpc_url, "grpc"),
+            lambda: ask_in_turn(server.http_url, "http"),
+        ):
+            with pytest.raises(ServingError, match="failed on the request: the model answered a number") as found:
+                fail()
+            assert type(found.value) is ServingError
+        (row,) = [row for row in server.control.statistics() if row["name"] == "sst2"]
+        # Two good ones, and each bad one once: Triton counts a request that the model itself refuses as answered.
+        assert int(row["inference_stats"]["success"]["count"]) == 2 + 3
 
 
 @pytest.mark.triton

@@ -1,5 +1,6 @@
 """The student answers where it is sure, the teacher where not."""
 
+import json
 import math
 import re
 import shutil
@@ -13,9 +14,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from serving import Client, ModelError, RequestError, TritonServer, read, write
-from serving.cascade import Cascade, choose_threshold
+from serving import Client, ModelError, RequestError, SmokeError, TritonServer, UnavailableError, contents, read, write
+from serving.cascade import Cascade, cascade_answers, choose_threshold
 from serving.contents import files_of
+from serving.online import stored_answers, verify_served
+from serving.operations import deploy, rollback
 from serving.verify import verify
 
 
@@ -55,7 +58,8 @@ def test_the_threshold_does_what_it_says(found: list[tuple[float, float, bool]])
     labels = ["yes" if item[2] else "no" for item in found]
     cascade = choose_threshold(student, teacher, labels, None)
     asked = [max(row.values()) < cascade.threshold for row in student]
-    answers = [b if handed else a for a, b, handed in zip(student, teacher, asked, strict=True)]
+    answers = cascade_answers(student, teacher, cascade.threshold)
+    assert answers == [b if handed else a for a, b, handed in zip(student, teacher, asked, strict=True)]
     right = [max(row, key=lambda name: row[name]) == label for row, label in zip(answers, labels, strict=True)]
     assert math.isclose(sum(right) / len(right), cascade.accuracy)
     assert math.isclose(sum(asked) / len(asked), cascade.escalated)
@@ -121,3 +125,81 @@ def test_a_cascade_without_its_teacher_is_found(kit: Any, tmp_path: Path) -> Non
     shutil.rmtree(root / "sst2_teacher")
     (finding,) = verify(root)
     assert "asks sst2_teacher, which the repository lacks; a server would say READY" in finding.fault
+
+
+def publish(kit: Any, folder: Path, strength: float, threshold: float = 0.8) -> list[tuple[str, dict[str, float]]]:
+    """Publish a student of this strength, a teacher and their cascade; return what the cascade must answer."""
+    texts = ("good", "fine", "a bad film, \u00e9")
+    onnx = kit.write_graph(folder / f"{strength}.onnx", weights=kit.WEIGHTS * strength)
+    student = kit.tiny_model(folder / "model", onnx=onnx, warmup_texts=texts)
+    onnx = kit.write_graph(folder / "t.onnx", weights=kit.WEIGHTS * -3)
+    teacher = kit.tiny_model(folder / "teacher", onnx=onnx, labels=("positive", "negative"), warmup_texts=texts)
+    cascade = Cascade(threshold=threshold, accuracy=1, student_accuracy=1, teacher_accuracy=1, escalated=0.5, rows=2)
+    write(student, folder / "repository", teacher=teacher, cascade=cascade)
+    own, asked = files_of(student).answers(texts), files_of(teacher).answers(texts)
+    return [(text, a if max(a.values()) >= threshold else b) for text, a, b in zip(texts, own, asked, strict=True)]
+
+
+def test_what_a_cascade_must_answer_is_stored_with_it(kit: Any, tmp_path: Path) -> None:
+    expected = publish(kit, tmp_path, 1)
+    # By hand: "fine" has the logits 0 and 1 in the student, which is not sure enough, and 0 and -3 in the teacher,
+    # which names its labels the other way round.
+    assert expected[1][1]["positive"] == pytest.approx(1 / (1 + math.exp(-3)))
+    version = tmp_path / "repository" / "sst2_cascade" / "1"
+    assert stored_answers(version) == expected
+    rows = json.loads((version / "expected.json").read_text())
+    assert [tuple(row["answer"]) for row in rows] == [kit.LABELS] * 3
+    publish(kit, tmp_path, 1)
+    assert not version.with_name("2").exists()
+    # Another student changes what the same cascade answers.
+    write(kit.tiny_model(tmp_path / "other", onnx=tmp_path / "t.onnx"), tmp_path / "repository")
+    assert [set(answer.values()) for _, answer in stored_answers(version)] != [
+        set(answer.values()) for _, answer in expected
+    ]
+
+
+@pytest.mark.triton
+def test_a_cascade_is_asked_its_texts_when_it_is_deployed_and_verified(
+    kit: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root = tmp_path / "repository"
+    publish(kit, tmp_path, 1)
+    with TritonServer(root, **kit.ports()) as server:
+        assert verify_served(root, server.grpc_url) == []
+        publish(kit, tmp_path, 0.5, threshold=0.7)
+        # The student that it was published with is not live yet; later it is, and not that of the version before.
+        assert deploy(server.control, "sst2_cascade").smoked == 3
+        assert verify_served(root, server.grpc_url) == []
+        assert deploy(server.control, "sst2").after == 2
+        assert verify_served(root, server.grpc_url) == []
+        assert rollback(server.control, "sst2_cascade").smoked == 3
+        # One that was published with other answers than its own.
+        monkeypatch.setattr(contents, "cascade_answers", lambda own, *_: own[::-1])
+        publish(kit, tmp_path, 0.5, threshold=0.6)
+        with pytest.raises(SmokeError, match="of sst2_cascade answers 'good' with"):
+            deploy(server.control, "sst2_cascade")
+        # The server has read the threshold before.
+        file = root / "sst2_cascade" / "1" / "config.pbtxt"
+        file.write_text(file.read_text().replace('"0.8"', '"0.0"'))
+        findings = verify_served(root, server.grpc_url)
+        assert [(found.model, found.fault[:19]) for found in findings] == [("sst2_cascade", "version 1 answers '")] * 3
+
+
+@pytest.mark.triton
+@pytest.mark.parametrize("labels", [("positive", "negative"), ("no", "yes", "maybe")])
+def test_a_cascade_whose_model_has_other_labels_now_says_so(kit: Any, tmp_path: Path, labels: tuple[str, ...]) -> None:
+    root = tmp_path / "repository"
+    expected = publish(kit, tmp_path, 1)
+    onnx = kit.write_graph(tmp_path / "other.onnx", weights=np.pad(kit.WEIGHTS, ((0, 0), (0, len(labels) - 2))))
+    with TritonServer(root, **kit.ports()) as server, Client(server.grpc_url, model="sst2_cascade") as client:
+        assert client.classify(["good"])[0].label == "positive"
+        write(kit.tiny_model(tmp_path / "model", labels=labels, onnx=onnx), root)
+        deploy(server.control, "sst2")
+        with pytest.raises(
+            UnavailableError, match=r"sst2 has other labels now than \['negative', 'positive'\]; deploy"
+        ):
+            client.classify(["good"])
+        assert stored_answers(root / "sst2_cascade" / "1") == expected
+        (finding,) = verify_served(root, server.grpc_url)
+        assert (finding.model, finding.place) == ("sst2_cascade", "server")
+        assert "was published for sst2 with the labels" in finding.fault

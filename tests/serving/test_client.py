@@ -1,13 +1,15 @@
 """The client against sockets that misbehave, and the fake. `test_server` asks a real server."""
 
+import re
 import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import pytest
+from tritonclient.utils import InferenceServerException
 
 import serving
 from serving import (
@@ -23,6 +25,8 @@ from serving import (
     UnavailableError,
     free_port,
 )
+from serving.exchange import MOST_CHANGES
+from serving.transport import Answered, ModelFacts, Served, border
 
 Protocol = Literal["http", "grpc"]
 protocols = pytest.mark.parametrize("protocol", ["http", "grpc"])
@@ -80,6 +84,44 @@ def test_unknown_host_is_said() -> None:
 
 
 @protocols
+def test_a_closed_client_says_so(protocol: Protocol, silent: str) -> None:
+    client = Client(silent, protocol=protocol, timeout_s=0.2, retries=3)
+    client.close()
+    for ask in (lambda: client.classify(["good"]), client.is_ready) * 2:
+        with pytest.raises(ServingError, match=r"the client of the server at .* is closed; make another one") as found:
+            ask()
+        assert type(found.value) is ServingError
+
+
+@pytest.mark.parametrize(
+    ("status", "message", "kind"),
+    [
+        ("StatusCode.INTERNAL", "the model answered a number that is not finite", ServingError),
+        ("500", "the model answered a number that is not finite", ServingError),
+        ("StatusCode.UNKNOWN", "what", ServingError),
+        ("StatusCode.INTERNAL", "Stub process 'sst2_0_0' is not healthy.", UnavailableError),
+        ("500", "Stub process 'sst2_0_0' is not healthy.", UnavailableError),
+        ("StatusCode.UNKNOWN", "Stream removed", UnavailableError),
+        ("StatusCode.UNAVAILABLE", "the queue is full", UnavailableError),
+        ("503", "the queue is full", UnavailableError),
+        ("StatusCode.INVALID_ARGUMENT", "TEXT is empty", RequestError),
+        ("404", "no such model", RequestError),
+    ],
+)
+def test_what_may_succeed_later_is_told_from_what_fails_again(
+    status: str, message: str, kind: type[ServingError]
+) -> None:
+    with pytest.raises(ServingError, match=re.escape(message)) as found, border("127.0.0.1:1", 1):
+        raise InferenceServerException(f"{message}\n\nAt:\n  model.py(1)", status)
+    assert type(found.value) is kind
+
+
+def test_other_errors_pass_the_border() -> None:
+    with pytest.raises(ValueError, match=r"^a defect$"), border("127.0.0.1:1", 1):
+        raise ValueError("a defect")
+
+
+@protocols
 def test_texts_are_checked_before_anything_is_sent(protocol: Protocol) -> None:
     with Client(f"127.0.0.1:{free_port()}", protocol=protocol) as client:
         with pytest.raises(RequestError, match=r"text 1 holds the lone surrogate U\+DC80 at position 2"):
@@ -115,6 +157,103 @@ def test_scheme_of_the_protocol_is_taken() -> None:
 def test_timeout_must_be_positive() -> None:
     with pytest.raises(ServingError, match="timeout_s is 0; it must be more than 0"):
         Client("127.0.0.1:8001", timeout_s=0)
+
+
+class ChangingServer:
+    """A transport to a server that comes to another version, once or with every answer."""
+
+    def __init__(self, *versions: ModelFacts, gone: Sequence[str] = ()) -> None:
+        """The first version is live until it has answered once, and so on; those in `gone` go when they have."""
+        self.versions, self.gone = list(versions), gone
+        self.calls: list[str] = []
+
+    def infer(self, model: Served, inputs: Mapping[str, Sequence[bytes]], outputs: Sequence[str]) -> Answered:
+        """Answer each text with 1, 2, ... for the columns; refuse an empty one."""
+        self.calls.append("infer")
+        facts = self.versions[0]
+        if b"" in inputs["TEXT"]:
+            raise RequestError("TEXT is empty")
+        if len(inputs["TEXT"]) > facts.max_batch_size:
+            raise RequestError("the batch is too large")
+        if len(self.versions) > 1:
+            self.versions.pop(0)
+        row = [float(number) for number in range(len(facts.labels))]
+        return Answered(facts.version, [[row for _ in inputs["TEXT"]], [[False] for _ in inputs["TEXT"]]])
+
+    def facts(self, model: Served) -> ModelFacts:
+        """Return the facts of the live version, as one that the server chose, or of the one asked for."""
+        self.calls.append(f"facts {model.version}".rstrip())
+        if model.version in self.gone:
+            raise RequestError(f"version {model.version} is not ready")
+        return (
+            facts(model.version, *FACTS[model.version])
+            if model.version
+            else facts("", *FACTS[self.versions[0].version])
+        )
+
+    def is_ready(self, model: Served) -> bool:
+        """Always."""
+        return True
+
+    def close(self) -> None:
+        """Do nothing."""
+
+
+FACTS: dict[str, tuple[str, int]] = {"1": ("ab", 4), "2": ("ba", 4), "3": ("abc", 2)}
+"""Labels and rows at once of each version."""
+
+
+def facts(version: str, labels: str, rows: int) -> ModelFacts:
+    return ModelFacts(labels=tuple(labels), is_pair=False, max_batch_size=rows, version=version)
+
+
+def client_of(*versions: str, gone: Sequence[str] = ()) -> tuple[Client, ChangingServer]:
+    """Return a client of a server with these versions, one after the other."""
+    client = Client("127.0.0.1:8001")
+    client.close()
+    server = ChangingServer(*(facts(version, *FACTS[version]) for version in versions), gone=gone)
+    client._transport = server
+    return client, server
+
+
+def labels_of(client: Client, *texts: str) -> list[str]:
+    return [vars(answer)["label"] for answer in client.classify(texts)]
+
+
+def test_a_version_is_asked_for_its_labels_once() -> None:
+    client, server = client_of("1")
+    assert [labels_of(client, "x") for _ in range(3)] == [["b"]] * 3
+    assert server.calls == ["facts", "infer", "facts 1", "infer", "infer"]
+
+
+def test_an_answer_has_the_labels_of_the_version_that_gave_it() -> None:
+    client, _ = client_of("1", "1", "2", "3", "2")
+    assert [labels_of(client, "x") for _ in range(6)] == [["b"], ["b"], ["a"], ["c"], ["a"], ["a"]]
+    assert client.labels == ("b", "a")
+    # Also within one call: more texts than are taken at once.
+    client, _ = client_of("1", "2")
+    assert labels_of(client, *"xxxxx") == ["b", "b", "b", "b", "a"]
+
+
+def test_a_version_that_is_gone_when_it_is_asked_for_its_labels_is_not_believed() -> None:
+    client, server = client_of("1", "2", "1", gone=("2",))
+    assert [labels_of(client, "x") for _ in range(2)] == [["b"], ["b"]]
+    assert server.calls == ["facts", "infer", "facts 1", "infer", "facts 2", "facts", "infer", "facts 1"]
+    client, server = client_of("2", gone=("2",))
+    with pytest.raises(UnavailableError, match="model sst2 was another version each of the 4 times that it was asked"):
+        client.classify(["x"])
+    assert server.calls.count("infer") == MOST_CHANGES
+
+
+def test_texts_that_another_version_takes_are_sent_again() -> None:
+    client, server = client_of("1", "3")
+    assert labels_of(client, "x") == ["b"]
+    # Version 3 takes 2 texts at once.
+    assert labels_of(client, *"xxxx") == ["c"] * 4
+    server.calls.clear()
+    with pytest.raises(RequestError, match=r"^texts 2 to 2: TEXT is empty$"):
+        client.classify(["x", "x", ""])
+    assert server.calls == ["infer", "infer", "facts"]
 
 
 def test_missing_library_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:

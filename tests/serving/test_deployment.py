@@ -18,7 +18,7 @@ from tritonclient.utils import InferenceServerException
 
 from serving import Client, RepositoryError, free_port, write
 from serving.deployment import write_deployment
-from serving.graphs import RELEASES
+from serving.graphs import IN_PYTHON, RELEASES
 from serving.triton import ENGINE_CACHE
 from serving.wheel import environment, find_wheel, prepare_backends, prepare_binary
 
@@ -55,6 +55,14 @@ def test_manifests_are_what_kubernetes_takes(files: Path, name: str) -> None:
         kubernetes_validate.validate(manifest, "1.33", strict=True)
 
 
+def test_the_autoscaler_alone_says_how_many_there_are(files: Path) -> None:
+    deployment, autoscaler = (
+        yaml.safe_load((files / "kubernetes" / name).read_text()) for name in ("deployment.yaml", "autoscaler.yaml")
+    )
+    assert autoscaler["spec"]["scaleTargetRef"]["name"] == deployment["metadata"]["name"]
+    assert "replicas" not in deployment["spec"]
+
+
 def test_the_gpu_patch_is_one_of_the_deployment(files: Path) -> None:
     deployment, patch, all_of_them = (
         yaml.safe_load((files / "kubernetes" / name).read_text())
@@ -78,6 +86,7 @@ def test_all_files_mean_the_same_places_and_versions(files: Path) -> None:
     # The tokenizer that answers must be the one that trained.
     pinned = dict(line.split("==") for line in texts["requirements.txt"].split())
     assert pinned["tokenizers"] == distribution("tokenizers").version
+    assert pinned["onnxruntime"] == IN_PYTHON.onnxruntime
     project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())
     assert {"deploy/*", "deploy/kubernetes/*"} <= set(project["tool"]["setuptools"]["package-data"]["serving"])
 
@@ -114,6 +123,32 @@ def started(kit: Any, files: Path, tmp_path: Path) -> Iterator[tuple["subprocess
         if process.poll() is None:
             process.terminate()
         process.wait(60)
+
+
+@pytest.mark.parametrize(("name", "ends"), [("triton_python_backend_stub", True), ("kubectl_exec", False)])
+def test_only_a_dead_model_process_ends_the_server(files: Path, tmp_path: Path, name: str, ends: bool) -> None:
+    for program, lines in {
+        "tritonserver": f"{name} &\nexec /bin/sleep 60",  # waits for no child, as Triton does
+        name: "exit 0",
+        "sleep": "exec /bin/sleep 0.05",
+    }.items():
+        (tmp_path / program).write_text(f"#!/bin/sh\n{lines}\n")
+        (tmp_path / program).chmod(0o755)
+    variables = os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}", "MODELS": str(tmp_path)}
+    process = subprocess.Popen([files / "start.sh"], env=variables, stderr=subprocess.PIPE, text=True)
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
+    dead: list[str] = []
+    try:
+        process.wait(20 if ends else 2)
+    except subprocess.TimeoutExpired:
+        statuses = [Path(f"/proc/{child}/status").read_text() for child in children.read_text().split()]
+        dead = [status for status in statuses if "State:\tZ" in status]
+    finally:
+        process.kill()
+        process.wait()  # what watches it ends only then
+        _, said = process.communicate()
+    assert bool(dead) != ends
+    assert ("the process of a model has died" in said) == ends
 
 
 @pytest.mark.triton

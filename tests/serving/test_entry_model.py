@@ -1,8 +1,11 @@
 """The model that runs inside the server: text in, label out."""
 
 import math
+import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -11,19 +14,13 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from serving import ServedModel, write
+from serving.exchange import parts
+from tests.serving.conftest import answers
 
 
 @pytest.fixture
 def entry(make_model: Callable[..., ServedModel], load_entry: Callable[[Path], Any], tmp_path: Path) -> Any:
     return load_entry(write(make_model(), tmp_path / "repository")[0])
-
-
-def answers(entry: Any, *requests: Any) -> list[Any]:
-    """Return the labels of each request, or the message of its error."""
-    return [
-        str(response.error) if response.error else response.outputs["LABEL"][:, 0].tolist()
-        for response in entry.execute(list(requests))
-    ]
 
 
 def test_outputs_agree_with_each_other(kit: Any, entry: Any) -> None:
@@ -58,6 +55,95 @@ def test_bad_text_is_refused_and_its_neighbours_answered(kit: Any, entry: Any, t
     )
     assert (first, last) == (["positive"], ["negative"])
     assert message in refused
+
+
+@pytest.fixture
+def one_word_more(kit: Any, make_model: Callable[..., ServedModel], tmp_path: Path) -> ServedModel:
+    """A model whose tokenizer has a word, "new", that its graph has no row for."""
+    return make_model(tokenizer=kit.write_tokenizer(tmp_path / "t.json", words=(*kit.WORDS, "new")))
+
+
+def test_row_that_the_graph_refuses_is_named_and_its_neighbours_answered(
+    kit: Any, one_word_more: ServedModel, load_entry: Callable[[Path], Any], tmp_path: Path
+) -> None:
+    entry = load_entry(write(one_word_more, tmp_path / "repository")[0])
+    texts = ("good", "bad"), ("fine", "a new film", "good"), ("",), ("bad " * 20,), ("new",)
+    responses = entry.execute([kit.text_request(*request) for request in texts])
+    labels = [response.outputs["LABEL"].tolist() for response in (responses[0], responses[3])]
+    assert labels == [[["positive"], ["negative"]], [["negative"]]]
+    errors = [responses[number].error for number in (1, 2, 4)]
+    assert [error.code for error in errors] == [kit.FakeTritonError.INVALID_ARG] * 3
+    # A cascade tells by the first word that the text is at fault.
+    assert str(errors[0]).startswith("TEXT 'a new film' cannot be run: ")
+    assert "idx=9" in str(errors[0])
+    assert str(errors[2]).startswith("TEXT 'new' cannot be run: ")
+    entry.finalize()
+    counted = kit.FakeFamily.counted
+    assert (counted["compressor_texts_total"], counted["compressor_refused_requests_total"]) == (3, 3)
+    assert counted["compressor_truncated_texts_total"] == 1
+
+
+def test_row_of_a_regression_that_the_graph_refuses_is_named(
+    kit: Any, load_entry: Callable[[Path], Any], tmp_path: Path
+) -> None:
+    model = kit.score_model(tmp_path, tokenizer=kit.write_tokenizer(tmp_path / "t.json", words=(*kit.WORDS, "new")))
+    entry = load_entry(write(model, tmp_path / "repository")[0])
+    first, refused = entry.execute([kit.pair_request(("good", "film")), kit.pair_request(("good", "new"))])
+    assert first.outputs["VALUE"].tolist() == [[2.0]]
+    assert str(refused.error).startswith("TEXT 'good' cannot be run: ")
+
+
+@pytest.mark.parametrize("reason", ["onnx runtime error 2: idx=9", "the graph refused the tensors: idx=9", "is full"])
+def test_row_that_an_asked_graph_refuses_is_named_and_its_neighbours_answered(
+    kit: Any,
+    one_word_more: ServedModel,
+    load_entry: Callable[[Path], Any],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    reason: str,
+) -> None:
+    written = write(replace(one_word_more, runtime="onnxruntime"), tmp_path / "repository")
+    entry = load_entry(written[0])
+    backend = sys.modules["triton_python_backend_utils"]
+    rows: list[int] = []
+
+    class FakeInferenceRequest:
+        """Triton's request to another model of the server."""
+
+        def __init__(self, *, inputs: list[Any], **_: Any) -> None:
+            self.tensors = {tensor.name: tensor.value for tensor in inputs}
+
+        def exec(self) -> Any:
+            ids, mask = (self.tensors[name] for name in ("input_ids", "attention_mask"))
+            rows.append(len(ids))
+            is_bad = ids.max() >= len(kit.WEIGHTS)
+            logits = None if is_bad else (kit.WEIGHTS[ids] * mask[:, :, None]).sum(axis=1)
+            error = SimpleNamespace(message=lambda: reason)
+            return SimpleNamespace(has_error=lambda: is_bad, error=lambda: error, logits=logits)
+
+    names = {
+        "InferenceRequest": FakeInferenceRequest,
+        "PreferredMemory": lambda *_: None,
+        "TRITONSERVER_MEMORY_CPU": 0,
+        "get_output_tensor_by_name": lambda response, name: kit.FakeTensor(name, response.logits),
+    }
+    for name, value in names.items():
+        monkeypatch.setattr(backend, name, value, raising=False)
+    monkeypatch.setattr(kit.FakeTritonError, "UNAVAILABLE", "unavailable", raising=False)
+    requests = [kit.text_request(*texts) for texts in (("good",), ("bad", "new"), ("",))]
+    first, refused, empty = entry.execute(requests)
+    assert "empty" in str(empty.error)
+    if reason == "is full":
+        # No fault of a row: the student is not asked again for each of them.
+        assert rows == [3]
+        assert {first.error.code, refused.error.code} == {kit.FakeTritonError.UNAVAILABLE}
+        return
+    assert rows == [3, 1, 1, 1]
+    assert first.outputs["LABEL"].tolist() == [["positive"]]
+    assert (refused.error.code, str(refused.error)) == (
+        kit.FakeTritonError.INVALID_ARG,
+        f"TEXT 'new' cannot be run: {reason}; leave it out",
+    )
 
 
 def test_lone_text_is_not_numbered(kit: Any, entry: Any) -> None:
@@ -140,7 +226,7 @@ def test_a_batch_holds_no_more_tokens_than_it_may(
 
 
 def test_rows_are_padded_to_the_width(kit: Any, entry: Any) -> None:
-    short = entry.feed(entry.tokenizer.encode_batch(["good", "good film"]), 8)
+    short = entry.feed(entry.read(kit.text_request("good", "good film")), 8)
     assert {name: tensor.shape for name, tensor in short.items()} == dict.fromkeys(entry.inputs, (2, 8))
     assert short["attention_mask"].tolist() == [[1] * 3 + [0] * 5, [1] * 4 + [0] * 4]
     assert short["input_ids"][0].tolist() == [2, 4, 3, 0, 0, 0, 0, 0]
@@ -157,6 +243,35 @@ def test_only_what_is_asked_for_is_answered(kit: Any, entry: Any) -> None:
     request = kit.text_request("good")
     request.asked = ("LABEL",)
     assert set(entry.execute([request])[0].outputs) == {"LABEL"}
+
+
+def test_label_and_score_are_only_worked_out_when_asked_for(
+    kit: Any, entry: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(entry, "labels", None)
+    request = kit.text_request("good")
+    request.asked = ("PROBABILITIES", "TRUNCATED")
+    assert set(entry.execute([request])[0].outputs) == {"PROBABILITIES", "TRUNCATED"}
+
+
+def test_request_that_would_hold_the_others_up_is_refused(kit: Any, entry: Any) -> None:
+    long = "a" * 100_000
+    most, refused, answered = answers(
+        entry, kit.text_request(*[long] * 5), kit.text_request(*[long] * 5, "good"), kit.text_request("good")
+    )
+    assert len(most) == 5
+    assert (
+        refused == "TEXT: the request holds 500004 bytes of text; at most 500000 are taken, send fewer texts at a time"
+    )
+    assert answered == ["positive"]
+
+
+def test_client_sends_no_more_in_a_request_than_is_taken(kit: Any, entry: Any) -> None:
+    raw = [(b"a" * 90_000,)] * 11 + [(b"good",)] * 5
+    requests = [kit.text_request(*(text for (text,) in raw[part])) for part in parts(raw, 64)]
+    assert [len(labels) for labels in answers(entry, *requests)] == [5, 5, 6]
+    assert [len(raw[part]) for part in parts(raw, 4)] == [4, 4, 4, 4]
+    assert parts([(b"a" * 600_000, b"b")], 64) == [slice(0, 1)]  # refused by the server, in its own words
 
 
 def test_work_is_counted(kit: Any, entry: Any) -> None:
@@ -214,107 +329,5 @@ def test_mixing_requests_changes_no_answer(kit: Any, entry: Any, sizes: list[int
     for request, response in zip(texts, together, strict=True):
         alone = entry.execute([kit.text_request(*request)])[0]
         assert bool(alone.error) == bool(response.error) == any(not t.strip(" \x00\u200b") for t in request)
-        for name, value in alone.outputs.items():
-            np.testing.assert_array_equal(value, response.outputs[name])
-
-
-@pytest.fixture
-def pairs(kit: Any, load_entry: Callable[[Path], Any], tmp_path: Path) -> Any:
-    return load_entry(write(kit.pair_model(tmp_path), tmp_path / "repository")[0])
-
-
-@pytest.fixture
-def scores(kit: Any, load_entry: Callable[[Path], Any], tmp_path: Path) -> Any:
-    return load_entry(write(kit.score_model(tmp_path), tmp_path / "repository")[0])
-
-
-def test_pair_is_encoded_as_bert_expects_and_the_longer_text_is_cut(pairs: Any) -> None:
-    tensors = pairs.feed(pairs.tokenizer.encode_batch([("good", "bad film"), ("good " * 50, "bad film")]), 12)
-    short, long = ({name: tensor[row].tolist() for name, tensor in tensors.items()} for row in (0, 1))
-    assert short["input_ids"] == [2, 4, 3, 5, 7, 3] + [0] * 6
-    assert short["token_type_ids"] == [0, 0, 0, 1, 1, 1] + [0] * 6
-    assert short["attention_mask"] == [1] * 6 + [0] * 6
-    assert long["input_ids"] == [2, *[4] * 7, 3, 5, 7, 3]
-    assert long["token_type_ids"] == [0] * 9 + [1] * 3
-
-
-def test_first_and_second_text_are_told_apart(kit: Any, pairs: Any) -> None:
-    # By hand: "good" gives 2 for positive, and 3 times that against it as the second text.
-    request = kit.pair_request(("good", "film"), ("film", "good"), ("good", "bad"), ("good good good good", "good"))
-    assert answers(pairs, request) == [["positive", "negative", "positive", "positive"]]
-    response = pairs.execute([request])[0]
-    assert set(response.outputs) == {"LABEL", "SCORE", "PROBABILITIES", "TRUNCATED"}
-    assert math.isclose(response.outputs["SCORE"][1, 0], math.exp(6) / (1 + math.exp(6)), rel_tol=1e-6)
-
-
-@pytest.mark.parametrize(
-    ("pair", "message"),
-    [
-        (("", "good"), "TEXT[1] is empty or white space alone"),
-        (("good", " \n"), "TEXT_PAIR[1] is empty or white space alone"),
-        (("\u200b", "good"), r"TEXT '\u200b' holds nothing that the tokenizer can read"),
-        (("good", "\u200b"), r"TEXT_PAIR '\u200b' holds nothing that the tokenizer can read"),
-        (("good", b"\xff"), "TEXT_PAIR[1] is not UTF-8"),
-        (("good", "a" * 100_001), "TEXT_PAIR[1] is 100001 bytes long"),
-        (("good", "\x00"), "TEXT_PAIR[1] holds the control character U+0000"),
-    ],
-)
-def test_bad_half_of_a_pair_is_refused_and_its_neighbours_answered(
-    kit: Any, pairs: Any, pair: tuple[str | bytes, str | bytes], message: str
-) -> None:
-    good = ("good", "film")
-    first, refused, last = answers(
-        pairs, kit.pair_request(good), kit.pair_request(good, pair), kit.pair_request(good[::-1])
-    )
-    assert (first, last) == (["positive"], ["negative"])
-    assert message in refused
-
-
-def test_texts_without_their_seconds_are_refused(kit: Any, pairs: Any) -> None:
-    uneven = kit.request_of(TEXT=kit.text_column("good", "bad"), TEXT_PAIR=kit.text_column("film"))
-    misshaped = kit.request_of(TEXT=kit.text_column("good"), TEXT_PAIR=np.full((1, 2), b"film", dtype=object))
-    refused, wrong, answered = answers(pairs, uneven, misshaped, kit.pair_request(("good", "film")))
-    assert refused == "TEXT holds 2 texts and TEXT_PAIR 1; send pairs"
-    assert wrong == "TEXT_PAIR has shape [1, 2]; send [texts, 1] with at least one text"
-    assert answered == ["positive"]
-
-
-def test_regression_answers_the_logit_itself(kit: Any, scores: Any) -> None:
-    requests = kit.pair_request(("good", "film"), ("é good", "good")), kit.pair_request(("film", "fine"))
-    found = [response.outputs for response in scores.execute(list(requests))]
-    assert [list(outputs) for outputs in found] == [["TRUNCATED", "VALUE"]] * 2
-    assert found[0]["VALUE"].dtype == np.float32
-    assert [outputs["VALUE"].tolist() for outputs in found] == [[[2.0], [4.0]], [[-0.5]]]
-
-
-def test_number_of_a_regression_that_is_not_finite_is_an_error(
-    kit: Any, load_entry: Callable[[Path], Any], tmp_path: Path
-) -> None:
-    graph = kit.write_graph(tmp_path / "inf.onnx", weights=np.full((9, 1), np.inf, np.float32))
-    entry = load_entry(write(kit.score_model(tmp_path, onnx=graph), tmp_path / "repository")[0])
-    assert "not finite" in str(entry.execute([kit.pair_request(("good", "film"))])[0].error)
-
-
-def test_regression_on_single_texts(
-    kit: Any, make_model: Callable[..., ServedModel], load_entry: Callable[[Path], Any], tmp_path: Path
-) -> None:
-    graph = kit.write_graph(tmp_path / "score.onnx", weights=kit.WEIGHTS[:, 1:])
-    entry = load_entry(write(make_model(labels=(), onnx=graph), tmp_path / "repository")[0])
-    refused, answered = entry.execute([kit.text_request(""), kit.text_request("good", "bad")])
-    assert "empty" in str(refused.error)
-    assert answered.outputs["VALUE"].tolist() == [[2.0], [0.0]]
-
-
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None, max_examples=40)
-@given(sizes=st.lists(st.integers(1, 5), max_size=5), data=st.data())
-def test_mixing_requests_of_pairs_changes_no_answer(
-    kit: Any, scores: Any, sizes: list[int], data: st.DataObject
-) -> None:
-    words = st.sampled_from(["good", "bad", "fine film", "é good bad", "film " * 9, "", "\u200b"])
-    pairs = [data.draw(st.lists(st.tuples(words, words), min_size=size, max_size=size)) for size in sizes]
-    together = scores.execute([kit.pair_request(*request) for request in pairs])
-    for request, response in zip(pairs, together, strict=True):
-        alone = scores.execute([kit.pair_request(*request)])[0]
-        assert bool(alone.error) == bool(response.error) == any(not t.strip("\u200b") for pair in request for t in pair)
         for name, value in alone.outputs.items():
             np.testing.assert_array_equal(value, response.outputs[name])

@@ -2,7 +2,6 @@
 
 import json
 import os
-import re
 import signal
 import subprocess
 import threading
@@ -17,30 +16,27 @@ from typing import Any
 
 import pytest
 
-from serving import Client, RepositoryError, RequestError, SmokeError, StartError, TritonServer, read, versions, write
+from serving import (
+    Client,
+    DeadlineError,
+    RepositoryError,
+    RequestError,
+    ServingError,
+    SmokeError,
+    TritonServer,
+    UnavailableError,
+    operations,
+    read,
+    versions,
+    write,
+)
+from serving.cascade import Cascade
 from serving.control import Control, find_control
 from serving.operations import deploy, rollback, status
 from serving.verify import verify
+from tests.serving.conftest import Served, publish
 
 pytestmark = pytest.mark.triton
-Served = tuple[TritonServer, Any, Path]
-
-
-@pytest.fixture(scope="module")
-def served(kit: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    """A server with two versions published, the second one live."""
-    folder = tmp_path_factory.mktemp("operated")
-    publish(kit, folder, 1)
-    publish(kit, folder, 2)
-    with TritonServer(folder / "repository", **kit.ports()) as server:
-        yield server, kit, folder
-
-
-def publish(kit: Any, folder: Path, strength: float, **fields: Any) -> int:
-    """Publish a model whose scores tell its strength; return its version."""
-    onnx = kit.write_graph(folder / f"{strength}.onnx", weights=kit.WEIGHTS * strength)
-    written = write(kit.tiny_model(folder / "model", onnx=onnx, **fields), folder / "repository")[0]
-    return int(written.name.removeprefix(versions.WAITING))
 
 
 @contextmanager
@@ -100,6 +96,12 @@ def test_deploy_and_rollback_under_load_lose_no_request(served: Served) -> None:
     deploy(control, "sst2")
 
 
+def kill(server: TritonServer) -> None:
+    """Kill the server itself, not the supervisor above it."""
+    found = subprocess.run(["ps", "-o", "pid=", "--ppid", str(server.pid)], capture_output=True, check=True)
+    os.kill(int(found.stdout.split()[0]), signal.SIGKILL)
+
+
 def test_a_restart_does_not_bring_what_was_never_deployed(served: Served) -> None:
     server, kit, folder = served
     before, root = server.control.live("sst2"), folder / "repository"
@@ -109,15 +111,151 @@ def test_a_restart_does_not_bring_what_was_never_deployed(served: Served) -> Non
         assert (versions.newest(root / "sst2"), versions.waiting(root / "sst2")) == (before, version)
         assert read(root) == ("sst2", "sst2_student")
         assert verify(root) == []
-        # The server itself, not the supervisor above it.
-        found = subprocess.run(["ps", "-o", "pid=", "--ppid", str(server.pid)], capture_output=True, check=True)
-        os.kill(int(found.stdout.split()[0]), signal.SIGKILL)
+        kill(server)
         assert client.classify(["good"]) == [expected]
         assert server.control.live("sst2") == before
         change = deploy(server.control, "sst2")
         assert (change.before, change.after, change.smoked) == (before, version, 2)
         assert client.classify(["good"]) != [expected]
     assert versions.waiting(root / "sst2") == versions.waiting(root / "sst2_student") == 0
+    assert rollback(server.control, "sst2").after == before
+
+
+def test_a_restart_does_not_bring_what_a_killed_deployment_tried(served: Served) -> None:
+    server, kit, folder = served
+    model, version = folder / "repository" / "sst2", publish(kit, folder, 0.55)
+    trial = operations._beside(server.control, model, version)
+    assert trial.__enter__() in server.control.states()
+    kill(server)
+    with Client(server.grpc_url, retries=8) as client:
+        client.classify(["good"])
+    assert "sst2_next" not in server.control.states()
+    assert list(Path(server.control.staging).iterdir()) == []
+    trial.__exit__(None, None, None)
+
+
+def test_who_publishes_waits_for_a_deployment(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    server, kit, folder = served
+    model, version = folder / "repository" / "sst2", publish(kit, folder, 0.3)
+    smoke = operations._smoke
+    with ThreadPoolExecutor(1) as pool:
+        publishing = []
+
+        def smoke_meanwhile(*arguments: Any) -> int:
+            publishing.append(pool.submit(publish, kit, folder, 0.35))
+            with pytest.raises(TimeoutError):
+                publishing[0].result(timeout=1)
+            return smoke(*arguments)
+
+        monkeypatch.setattr(operations, "_smoke", smoke_meanwhile)
+        change = deploy(server.control, "sst2")
+        later = publishing[0].result()
+    assert change.after == version == versions.newest(model) == server.control.live("sst2")
+    assert versions.waiting(model) == later == version + 1
+    assert verify(model.parent) == []
+
+
+@pytest.mark.parametrize("at", ["sst2_next", "sst2"])
+@pytest.mark.parametrize(
+    ("error", "prefix"),
+    [
+        (RequestError("no memory"), versions.WITHDRAWN),
+        (ServingError("the server failed"), versions.WITHDRAWN),
+        (UnavailableError("no server answers"), versions.WAITING),
+        (DeadlineError("too late"), versions.WAITING),
+    ],
+)
+def test_a_load_that_fails_leaves_the_old_version_on_disk_and_server(
+    served: Served, monkeypatch: pytest.MonkeyPatch, at: str, error: ServingError, prefix: str
+) -> None:
+    server, kit, folder = served
+    before, root = server.control.live("sst2"), folder / "repository"
+    version, load_model, failed = publish(kit, folder, 0.65), Control.load, []
+
+    def fail_once(control: Control, model: str) -> None:
+        if model == at and not failed:
+            failed.append(model)
+            raise error
+        load_model(control, model)
+
+    monkeypatch.setattr(Control, "load", fail_once)
+    with pytest.raises(type(error), match=str(error)):
+        deploy(server.control, "sst2")
+    for name in ("sst2", "sst2_student"):
+        assert server.control.live(name) == versions.newest(root / name) == before
+        assert (root / name / f"{prefix}{version}").is_dir()
+    assert verify(root) == []
+    if prefix == versions.WAITING:
+        assert deploy(server.control, "sst2").after == version
+        # As if the server could not be told to go back: it answers with what waits, until that fails again.
+        versions.withdraw([root / "sst2_student", root / "sst2"], version, before, prefix=versions.WAITING)
+        failed.clear()
+        with pytest.raises(type(error), match=str(error)):
+            deploy(server.control, "sst2")
+        assert server.control.live("sst2") == before
+        assert deploy(server.control, "sst2").after == version
+        assert rollback(server.control, "sst2").after == before
+
+
+def test_a_version_that_did_not_wait_is_withdrawn_only_if_it_is_unfit(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server, kit, folder = served
+    before, model = server.control.live("sst2"), folder / "repository" / "sst2"
+    with monkeypatch.context() as other_user:
+        other_user.setattr("serving.repository.is_served", lambda _: False)
+        version = publish(kit, folder, 0.85)
+    for error, newest in ((UnavailableError("no server answers"), version), (RequestError("no memory"), before)):
+
+        def fail(control: Control, name: str, error: ServingError = error) -> None:
+            raise error
+
+        with monkeypatch.context() as failing:
+            failing.setattr(Control, "load", fail)
+            with pytest.raises(type(error), match=str(error)):
+                deploy(server.control, "sst2")
+        assert versions.newest(model) == newest
+        assert server.control.live("sst2") == before
+    assert (model / f"withdrawn-{version}").is_dir()
+    assert verify(model.parent) == []
+
+
+def test_a_full_disk_leaves_the_old_version_and_the_new_one_waits(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server, kit, folder = served
+    before, root = server.control.live("sst2"), folder / "repository"
+    version, write_file = publish(kit, folder, 0.7, max_batch_size=3), versions._write
+
+    def write_until_full(source: Any, target: Path) -> None:
+        if target.parent == root / "sst2":
+            raise OSError(28, "No space left on device")
+        write_file(source, target)
+
+    with monkeypatch.context() as full:
+        full.setattr(versions, "_write", write_until_full)
+        with pytest.raises(RepositoryError, match=r"cannot deploy .*sst2: No space left on device; free space and try"):
+            deploy(server.control, "sst2")
+    assert verify(root) == []
+    assert [versions.waiting(root / name) for name in ("sst2", "sst2_student")] == [version, version]
+    assert server.control.live("sst2") == before
+    assert deploy(server.control, "sst2").after == version
+    assert rollback(server.control, "sst2").after == before
+
+
+def test_a_damaged_old_version_is_told_and_not_gone_back_to(served: Served, caplog: pytest.LogCaptureFixture) -> None:
+    server, kit, folder = served
+    before, root = server.control.live("sst2"), folder / "repository"
+    file = root / "sst2_student" / str(before) / "model.onnx"
+    raw = file.read_bytes()
+    version = publish(kit, folder, 0.8)
+    file.write_bytes(raw[:-1])
+    assert deploy(server.control, "sst2").after == version
+    assert f"the repository has a fault: sst2_student {before} holds files that are not" in caplog.text
+    with pytest.raises(RepositoryError, match=rf"sst2 cannot go back from version {version} to {before}, which has"):
+        rollback(server.control, "sst2")
+    assert server.control.live("sst2") == versions.newest(root / "sst2") == version
+    file.write_bytes(raw)
     assert rollback(server.control, "sst2").after == before
 
 
@@ -174,40 +312,105 @@ def test_a_version_that_does_not_load_leaves_the_old_one(served: Served) -> None
     with load(server), pytest.raises(RequestError, match="no such model"):
         deploy(server.control, "sst2")
     assert server.control.live("sst2") == before
+    # Nor does a load balancer take the server for one that is not ready.
+    with urllib.request.urlopen(f"http://{server.http_url}/v2/health/ready") as health:
+        assert health.status == 200
+    for url, protocol in ((server.grpc_url, "grpc"), (server.http_url, "http")):
+        with Client(url, protocol=protocol) as client:
+            assert client.is_ready()
+    server.wait_ready(5)
 
 
-def test_control_needs_the_key(served: Served) -> None:
-    import tritonclient.grpc as library
+@pytest.mark.parametrize("fault", ["does not load", "answers otherwise"])
+def test_an_older_version_that_is_not_fit_any_more_is_not_gone_back_to(served: Served, fault: str) -> None:
+    server, kit, folder = served
+    older, model = server.control.live("sst2"), folder / "repository" / "sst2"
+    version = publish(kit, folder, 0.45)
+    assert deploy(server.control, "sst2").after == version
+    if fault == "does not load":
+        name, error, reason = "model.py", RequestError, "no such model"
+        raw = b"raise RuntimeError('no such model')\n"
+    else:
+        name, error, reason = "expected.json", SmokeError, rf"version {older} of sst2 answers 'a bad film, é'"
+        rows = json.loads((model / str(older) / name).read_text())
+        rows[1]["answer"] = dict(zip(rows[1]["answer"], (0.9, 0.1), strict=True))
+        raw = json.dumps(rows).encode()
+    saved = (model / str(older) / name).read_bytes()
+    forge(model, older, name, raw)
+    before = sorted(path.name for path in model.iterdir())
+    with Client(server.grpc_url, retries=8) as client:
+        expected = client.classify(["good"])
+        with pytest.raises(error, match=rf"sst2 stays at version {version}, nothing is changed: .*{reason}"):
+            rollback(server.control, "sst2")
+        assert client.is_ready()
+        assert client.classify(["good"]) == expected
+        assert [server.control.live(name) for name in ("sst2", "sst2_student")] == [version, version]
+        assert sorted(path.name for path in model.iterdir()) == before
+        assert versions.newest(model) == version
+        assert read(model.parent) == ("sst2", "sst2_student")
+        kill(server)
+        assert client.classify(["good"]) == expected
+    forge(model, older, name, saved)
+    assert rollback(server.control, "sst2").after == older
 
-    server, _, _ = served
-    for path in ("repository/index", "repository/models/sst2/unload", "systemsharedmemory/region/a/register"):
-        request = urllib.request.Request(f"http://{server.http_url}/v2/{path}", data=b"{}")
-        with pytest.raises(urllib.error.HTTPError) as caught:
-            urllib.request.urlopen(request)
-        caught.value.close()
-        assert caught.value.code == 403
-    client = library.InferenceServerClient(server.grpc_url)
-    try:
-        with pytest.raises(library.InferenceServerException, match="UNAVAILABLE"):
-            client.unload_model("sst2")
-    finally:
-        client.close()
-    wrong = Control(grpc_url=server.grpc_url, key="guess", repository="", staging="")
-    with pytest.raises(Exception, match="This protocol is restricted"):
-        wrong.states()
+
+@pytest.mark.parametrize("at", ["sst2_student", "sst2"])
+def test_a_rollback_whose_last_load_fails_changes_nothing(
+    served: Served, monkeypatch: pytest.MonkeyPatch, at: str
+) -> None:
+    server, kit, folder = served
+    older, root = server.control.live("sst2"), folder / "repository"
+    version = publish(kit, folder, 0.95, max_batch_size=3)
+    assert deploy(server.control, "sst2").after == version
+    load_model, failed = Control.load, []
+
+    def fail_once(control: Control, model: str) -> None:
+        if model == at and not failed:
+            failed.append(model)
+            raise RequestError("no memory")
+        load_model(control, model)
+
+    with monkeypatch.context() as failing:
+        failing.setattr(Control, "load", fail_once)
+        with pytest.raises(RequestError, match=rf"sst2 stays at version {version}, nothing is changed: no memory"):
+            rollback(server.control, "sst2")
+    for name in ("sst2", "sst2_student"):
+        assert server.control.live(name) == versions.newest(root / name) == version
+    assert verify(root) == []
+    assert rollback(server.control, "sst2").after == older
 
 
-def test_the_key_is_readable_by_its_user_alone(served: Served) -> None:
-    server, _, _ = served
-    (file,) = Path(server.control.staging).parent.glob("control.json")
-    assert file.stat().st_mode & 0o777 == 0o600
-    assert file.parent.parent.stat().st_mode & 0o777 == 0o700
+def test_a_version_is_deployed_by_its_number(served: Served) -> None:
+    server, kit, folder = served
+    before, model = server.control.live("sst2"), folder / "repository" / "sst2"
+    version = publish(kit, folder, 0.15)
+    there = ", ".join(map(str, [*versions.published(model), version]))
+    with pytest.raises(RepositoryError, match=rf"sst2 holds no version {version + 1}; it has {there}$"):
+        deploy(server.control, "sst2", version + 1)
+    with pytest.raises(RepositoryError, match=rf"version 1 of sst2 is older than version {before}; `compressor rollb"):
+        deploy(server.control, "sst2", 1)
+    assert deploy(server.control, "sst2", before).smoked == 0
+    assert (server.control.live("sst2"), versions.waiting(model)) == (before, version)
+    assert deploy(server.control, "sst2", version).after == version
+    assert rollback(server.control, "sst2").after == before
 
 
-def test_only_servers_of_ours_can_be_controlled(served: Served) -> None:
-    with pytest.raises(StartError, match=r"no server of yours .* listens at 127.0.0.1:1; these do"):
-        find_control("127.0.0.1:1")
-    server, _, _ = served
-    with pytest.raises(RepositoryError, match="holds no model 'sst2_student' that takes texts"):
-        deploy(server.control, "sst2_student")
-    assert re.match(r"[\w-]{32}", server.control.key)
+def test_a_cascade_is_deployed_after_those_that_it_asks(
+    kit: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def publish_all(*labels: str) -> None:
+        student, teacher = (kit.tiny_model(tmp_path / name, labels=labels) for name in ("student", "teacher"))
+        write(student, tmp_path / "repository", teacher=teacher, cascade=cascade)
+
+    cascade = Cascade(threshold=0.5, accuracy=1, student_accuracy=1, teacher_accuracy=1, escalated=0, rows=1)
+    publish_all("negative", "positive")
+    with TritonServer(tmp_path / "repository", **kit.ports()) as server:
+        publish_all("positive", "negative")
+        deploy(server.control, "sst2")
+        assert "fault: sst2_cascade config.pbtxt the model takes the answers of sst2 for ['negative'," in caplog.text
+        with pytest.raises(RepositoryError, match=r"does not fit .* the answers of sst2_teacher for .*; deploy those"):
+            deploy(server.control, "sst2_cascade")
+        assert versions.waiting(tmp_path / "repository" / "sst2_cascade") == 2
+        deploy(server.control, "sst2_teacher")
+        assert deploy(server.control, "sst2_cascade").after == 2
+    assert verify(tmp_path / "repository") == []

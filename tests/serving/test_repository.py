@@ -340,7 +340,7 @@ def test_rollback_serves_the_older_version_again(make_model: Callable[..., Serve
 def test_interrupted_rollback_is_completed(make_model: Callable[..., ServedModel], root: Path) -> None:
     write(make_model(), root)
     write(make_model(instances=2), root)
-    versions.withdraw(root / "sst2", 2, 1)
+    versions.withdraw([root / "sst2"], 2, 1)
     with pytest.raises(RepositoryError, match="sst2 is at version 1 but sst2_student at 2"):
         read(root)
     assert rollback(root, "sst2") == 1
@@ -359,8 +359,39 @@ def test_rollback_without_an_older_version_is_refused(make_model: Callable[..., 
     with pytest.raises(RepositoryError, match="sst2 has no version before 1; publish another"):
         rollback(root, "sst2")
     for name in ("sst2_student", "absent"):
-        with pytest.raises(RepositoryError, match=f"holds no model '{name}' that can go back"):
+        with pytest.raises(RepositoryError, match=f"holds no model '{name}' that takes texts and can .* go back"):
             rollback(root, name)
+
+
+def test_rollback_to_a_damaged_version_is_refused(make_model: Callable[..., ServedModel], root: Path) -> None:
+    write(make_model(), root)
+    write(make_model(instances=2), root)
+    graph = root / "sst2_student" / "1" / "model.onnx"
+    raw = graph.read_bytes()
+    graph.write_bytes(raw[:-1] + b"x")
+    before = tree(root)
+    with pytest.raises(
+        RepositoryError, match=r"sst2 cannot go back from version 2 to 1, .*: a checksum of sst2_student"
+    ):
+        rollback(root, "sst2")
+    assert tree(root) == before
+    graph.write_bytes(raw)
+    assert rollback(root, "sst2") == 1
+
+
+def test_a_version_that_is_gone_takes_nothing_away(make_model: Callable[..., ServedModel], root: Path) -> None:
+    write(make_model(), root)
+    before = tree(root)
+    with pytest.raises(RepositoryError, match=r"sst2 has no version 2 any more; publish it again"):
+        versions.promote([root / "sst2"], 2)
+    (root / "sst2" / "2").mkdir()
+    for change in (
+        lambda: versions.promote([root / "sst2"], 2),
+        lambda: versions.withdraw([root / "sst2"], 1, 2),
+    ):
+        with pytest.raises(RepositoryError, match=r"2 has no config.pbtxt; publish it again"):
+            change()
+    assert tree(root) == before
 
 
 def test_rollback_that_the_disk_refuses_is_reported(

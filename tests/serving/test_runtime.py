@@ -1,23 +1,15 @@
-"""Starting and stopping: what is refused before the start, and what a death leaves."""
+"""Starting and stopping: what is refused before the start, and what is left behind."""
 
-import contextlib
 import fcntl
-import io
-import json
 import os
 import re
 import signal
 import socket
 import subprocess
 import sys
-import tempfile
-import threading
 import time
 import urllib.request
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
-from datetime import datetime
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -27,37 +19,16 @@ from serving import (
     Client,
     DeadlineError,
     ServedModel,
-    ServingError,
     StartError,
     TritonServer,
-    UnavailableError,
     free_port,
+    operations,
     runtime,
-    supervisor,
     wheel,
     write,
 )
-
-
-@pytest.fixture
-def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Let servers keep their run folders below the test's own folder, and return where."""
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    monkeypatch.setenv("TMPDIR", str(tmp_path))
-    return tmp_path / f"compressor-triton-{os.getuid()}"
-
-
-def regions(prefix: str = "compressor-") -> list[str]:
-    """Return the names of the shared memory that servers of ours hold."""
-    return [name for name in os.listdir("/dev/shm") if name.startswith(prefix)]
-
-
-def wait_until(condition: Callable[[], bool], seconds: float = 20) -> None:
-    """Return once a condition holds; fail after `seconds`."""
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, "did not happen in time"
-        time.sleep(0.02)
+from serving.control import Control, find_control, is_served, reached, served_at
+from tests.serving.conftest import regions, wait_until
 
 
 @pytest.mark.parametrize("name", ["http_port", "grpc_port", "metrics_port"])
@@ -140,6 +111,22 @@ def test_folder_of_somebody_else_is_not_used(
     temporary.symlink_to(tmp_path / "elsewhere")
     with pytest.raises(StartError, match="belongs to somebody else"):
         TritonServer(tmp_path, **kit.ports()).start()
+    # Nor is what it says of servers believed.
+    run = tmp_path / "elsewhere" / "compressor-test"
+    run.mkdir()
+    Control(grpc_url="127.0.0.1:1", key="", repository=str(tmp_path), staging="").save(run)
+    with (run / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        assert not is_served(tmp_path)
+        with pytest.raises(StartError, match="belongs to somebody else; remove it, or set TMPDIR"):
+            find_control("127.0.0.1:1")
+        temporary.unlink()
+        (tmp_path / "elsewhere").rename(temporary)
+        assert is_served(tmp_path)
+        assert find_control("127.0.0.1:1").repository == str(tmp_path)
+        monkeypatch.setattr(os, "getuid", lambda: 4321)
+        temporary.rename(tmp_path / "compressor-triton-4321")
+        assert not is_served(tmp_path)
 
 
 def test_leftovers_are_removed_but_not_what_is_alive(kit: Any, temporary: Path) -> None:
@@ -209,168 +196,65 @@ def test_impatience_is_a_deadline_error(
         server.stop()
 
 
-def processes(server: TritonServer) -> dict[int, str]:
-    """Return the command line of each process of the server, the supervisor's own excepted."""
-    found = subprocess.run(
-        ["ps", "-wwo", "pid=,args=", "-s", str(server.pid)], capture_output=True, text=True, check=True
-    )
-    lines = [line.split(None, 1) for line in found.stdout.splitlines()]
-    return {int(pid): command for pid, command in lines if int(pid) != server.pid and "defunct" not in command}
-
-
-@dataclass
-class Load:
-    """Clients that ask on after each failure, as soon as the server is ready again."""
-
-    server: TritonServer
-    answers: list[str] = field(default_factory=list)
-    failures: list[ServingError] = field(default_factory=list)
-    end: threading.Event = field(default_factory=threading.Event)
-
-    def ask(self) -> None:
-        with Client(self.server.grpc_url, timeout_s=10) as client:
-            while not self.end.is_set():
-                try:
-                    self.answers.append(client.classify(["good film"])[0].label)
-                except ServingError as error:
-                    self.failures.append(error)
-                    wait_until(client.is_ready)
-
-    @contextlib.contextmanager
-    def of(self, clients: int) -> Iterator[None]:
-        """Run the clients as long as the block."""
-        with ThreadPoolExecutor(clients) as pool:
-            asking = [pool.submit(self.ask) for _ in range(clients)]
-            try:
-                wait_until(lambda: len(self.answers) > 20)
-                yield
-            finally:
-                self.end.set()
-            for client in asking:
-                client.result()
+def answers(port: int) -> bool:
+    """Say whether HTTP is answered at all: a server that loads its models does not listen yet."""
+    with socket.socket() as probe:
+        return probe.connect_ex(("127.0.0.1", port)) == 0
 
 
 @pytest.mark.triton
-@pytest.mark.parametrize("victim", ["/bin/tritonserver", "/sst2/1/model.py"])
-def test_a_kill_under_load_costs_the_requests_in_flight_alone(
-    kit: Any, make_model: Callable[..., ServedModel], tmp_path: Path, temporary: Path, victim: str
+def test_a_server_is_not_ready_before_its_models_are(
+    kit: Any, make_model: Callable[..., ServedModel], tmp_path: Path, temporary: Path
+) -> None:
+    folder, loaded = write(make_model(), tmp_path / "repository")[0], tmp_path / "loaded"
+    code = (folder / "model.py").read_text()
+    (folder / "model.py").write_text(f"import time\ntime.sleep(2)\nopen({str(loaded)!r}, 'w').close()\n{code}")
+    server = TritonServer(tmp_path / "repository", **kit.ports())
+    server.start()
+    try:
+        with Client(server.grpc_url) as client:
+            asked = 0
+            while not (is_loaded := loaded.exists()):
+                assert not answers(server.http_port) or loaded.exists()
+                assert not client.is_ready() or loaded.exists()
+                asked += 1
+            assert asked > 5
+            assert is_loaded
+        server.wait_ready()
+        # The client that was refused waits for a moment before it connects again.
+        with Client(server.grpc_url) as client:
+            assert client.is_ready()
+    finally:
+        server.stop()
+
+
+@pytest.mark.triton
+def test_a_server_of_all_addresses_is_reached_on_loopback(
+    kit: Any, make_model: Callable[..., ServedModel], tmp_path: Path, temporary: Path
+) -> None:
+    write(make_model(), tmp_path / "repository")
+    with TritonServer(tmp_path / "repository", host="0.0.0.0", **kit.ports()) as server:
+        assert server.grpc_url == f"127.0.0.1:{server.grpc_port}"
+        assert served_at(tmp_path / "repository") == server.grpc_url
+        for host in ("127.0.0.1", "localhost", "0.0.0.0"):
+            assert find_control(f"{host}:{server.grpc_port}") == server.control
+        assert operations.deploy(server.control, "sst2").after == 1
+
+
+def test_addresses_of_this_machine_are_loopback() -> None:
+    assert {reached(host) for host in ("0.0.0.0", "::", "[::]", "localhost", "127.0.0.1")} == {"127.0.0.1"}
+    assert reached("192.0.2.1") == "192.0.2.1"
+
+
+@pytest.mark.triton
+def test_a_server_whose_metrics_cannot_be_read_is_not_ready(
+    kit: Any, make_model: Callable[..., ServedModel], tmp_path: Path, temporary: Path
 ) -> None:
     write(make_model(), tmp_path / "repository")
     with TritonServer(tmp_path / "repository", **kit.ports()) as server:
-        (folder,) = temporary.glob("compressor-*")
-        before = processes(server)
-        assert server.deaths() == []
-        load = Load(server)
-        with load.of(3):
-            os.kill(next(pid for pid, command in before.items() if victim in command), signal.SIGKILL)
-            wait_until(lambda: len(server.deaths()) == 1)
-            server.wait_ready()
-            # Each client had one request in flight; the model's process leaves the server a moment to take one more.
-            lost, answered = len(load.failures), len(load.answers)
-            wait_until(lambda: len(load.answers) > answered + 20)
-        assert 1 <= lost <= len(load.failures) <= 3 * (1 if "server" in victim else 3)
-        assert {type(failure) for failure in load.failures} == {UnavailableError}
-        assert set(load.answers) == {"positive"}
-        who = "the server died by SIGKILL" if "server" in victim else r"model process \d+ died"
-        assert re.match(rf"{who}; the server is started again \(death 1 within 60 s\)", server.deaths()[0])
-        # The new server has taken the place of the old one in every respect.
-        assert not set(before) & set(processes(server))
-        assert len(processes(server)) == len(before)
-        assert len(regions(folder.name)) == len(before) - 1
-    assert regions(folder.name) == os.listdir(temporary) == []
-
-
-def supervised(log: Path, script: str, orders: bytes) -> int:
-    """Run a shell script as the server, give orders after a moment, and return the status."""
-    (log.parent / "run").mkdir()
-    process = subprocess.Popen(
-        [sys.executable, "-I", "-S", supervisor.__file__, str(log.parent / "run"), str(log), "1", "sh", "-c", script],
-        stdin=subprocess.PIPE,
-        start_new_session=True,
-    )
-    assert process.stdin is not None
-    process.stdin.write(orders)
-    process.stdin.flush()
-    try:
-        return process.wait(20)
-    finally:
-        process.stdin.close()
-
-
-def messages(log: Path, source: str) -> list[str]:
-    """Return the messages in a log that come from one source."""
-    lines = [json.loads(line) for line in log.read_text().splitlines()]
-    return [line["message"] for line in lines if line["source"] == source]
-
-
-def test_a_server_that_dies_again_and_again_is_given_up(tmp_path: Path) -> None:
-    log = tmp_path / "log"
-    script = r"""printf '%s\n' 'E1130 03:24:09.627013 5065 model.cc:24] "no\nmemory"'; kill -SEGV $$"""
-    assert supervised(log, f"sleep 0.1; {script}", supervisor.READY) == 128 + signal.SIGSEGV
-    assert messages(log, "model.cc:24") == ["no\nmemory"] * supervisor.MOST_DEATHS
-    *again, last = messages(log, supervisor.SOURCE)
-    assert [f"(death {number} within 60 s)" in sentence for number, sentence in enumerate(again, 1)] == [True] * 4
-    assert last == "the server died by SIGSEGV, for the 5th time within 60 s; the server is given up"
-    assert not (tmp_path / "run").exists()
-
-
-def test_a_server_that_was_never_ready_is_not_started_again(tmp_path: Path) -> None:
-    log = tmp_path / "log"
-    assert supervised(log, "echo started; exit 3", b"") == 3
-    assert messages(log, "") == ["started"]
-    assert messages(log, supervisor.SOURCE) == []
-
-
-def test_a_stop_between_two_lives_is_heard(tmp_path: Path) -> None:
-    log = tmp_path / "log"
-    assert supervised(log, "sleep 0.2; exit 3", supervisor.READY + supervisor.STOP) in (3, 143)
-    assert len(messages(log, supervisor.SOURCE)) <= 1
-
-
-def test_a_log_is_one_json_object_a_line(tmp_path: Path) -> None:
-    said = b"""I1130 03:24:10.887895 5065 server.cc:604] \n+------+\n| a table |\n
-W1130 03:24:09.626536 5065 memory.cc:273] "no memory: \xff"\nmore of it\nE1130 03:24:10.887895 7 a.cc:1] plain\n"""
-    supervisor.copy_log(io.BytesIO(said), out := io.BytesIO())
-    lines = [json.loads(line) for line in out.getvalue().splitlines()]
-    assert [(line["level"], line["source"], line["message"]) for line in lines] == [
-        ("warning", "memory.cc:273", "no memory: \ufffd"),
-        ("warning", "", "more of it"),
-        ("error", "a.cc:1", "plain"),
-    ]
-    assert all(datetime.fromisoformat(line["time"]).tzinfo for line in lines)
-
-
-@pytest.mark.triton
-def test_a_block_that_found_its_server_dead_says_why(
-    kit: Any, make_model: Callable[..., ServedModel], tmp_path: Path, temporary: Path
-) -> None:
-    write(make_model(warmup_texts=()), tmp_path / "repository")
-    sentence = r"(?s)server.* 127.0.0.1:.*; the server died by SIGKILL; .*; the server's log says:.*HTTPService"
-
-    def serve_and_ask() -> None:
-        with TritonServer(tmp_path / "repository", **kit.ports()) as server, Client(server.grpc_url) as client:
-            client.classify(["good"])
-            os.kill(next(iter(processes(server))), signal.SIGKILL)
-            while True:
-                client.classify(["good"])
-
-    with pytest.raises(StartError, match=sentence):
-        serve_and_ask()
-
-
-@pytest.mark.triton
-def test_waiting_ends_when_a_server_is_given_up(
-    kit: Any, make_model: Callable[..., ServedModel], tmp_path: Path, temporary: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    student = write(make_model(warmup_texts=()), tmp_path / "repository")[1]
-    with TritonServer(tmp_path / "repository", **kit.ports()) as server:
-        # What it reads when it starts again is broken.
-        (student / "model.onnx").unlink()
-        os.kill(next(iter(processes(server))), signal.SIGKILL)
-        with pytest.raises(StartError, match=r"(?s)the server died with status 1; its log says:.*File doesn't exist"):
-            server.wait()
-        assert len(server.deaths()) == supervisor.MOST_DEATHS
-        assert "the server died by SIGKILL; the server is started again" in caplog.text
+        server.metrics_port = free_port()
+        with pytest.raises(DeadlineError, match=r"not ready after 0\.5 s"):
+            server.wait_ready(0.5)
 
 
 @pytest.mark.triton
@@ -385,6 +269,25 @@ def test_repeated_requests_are_answered_from_the_cache_where_it_is_on(
             lines = page.read().decode()
         assert re.search(r'nv_cache_num_hits_per_model{model="sst2",version="1"} 1$', lines, re.MULTILINE)
         assert re.search(r'nv_cache_num_misses_per_model{model="sst2",version="1"} 2$', lines, re.MULTILINE)
+
+
+@pytest.mark.triton
+def test_a_version_that_waits_has_its_cache_once_it_is_deployed(
+    kit: Any,
+    make_model: Callable[..., ServedModel],
+    tmp_path: Path,
+    temporary: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    write(make_model(), tmp_path / "repository")
+    with monkeypatch.context() as served:
+        served.setattr("serving.repository.is_served", lambda _: True)
+        write(make_model(response_cache=True), tmp_path / "repository")
+    with TritonServer(tmp_path / "repository", **kit.ports()) as server, Client(server.grpc_url) as client:
+        assert operations.deploy(server.control, "sst2").after == 2
+        assert client.classify(["good film"]) == client.classify(["good film"])
+        with urllib.request.urlopen(server.metrics_url) as page:
+            assert 'nv_cache_num_hits_per_model{model="sst2",version="2"} 1\n' in page.read().decode()
 
 
 CALLER = """

@@ -1,5 +1,6 @@
 """A real Triton server, asked over both protocols."""
 
+import asyncio
 import json
 import os
 import re
@@ -15,6 +16,8 @@ import numpy as np
 import pytest
 
 from serving import Client, Queue, RequestError, ServedModel, ServingError, TritonServer, read, write
+from serving.aio import AsyncClient
+from serving.operations import deploy, rollback
 
 pytestmark = pytest.mark.triton
 protocols = pytest.mark.parametrize("protocol", ["http", "grpc"])
@@ -274,3 +277,47 @@ def test_server_is_not_in_the_session_of_its_caller(server: TritonServer) -> Non
 
 def test_serving_leaves_the_repository_as_published(server: TritonServer) -> None:
     assert read(server.repository) == ("sst2", "sst2_student", "sst2_teacher")
+
+
+def test_connected_clients_answer_as_new_ones_do_whatever_is_deployed(kit: Any, tmp_path: Path) -> None:
+    root, model = tmp_path / "repository", tmp_path / "model"
+    three = kit.write_graph(tmp_path / "three.onnx", weights=np.pad(kit.WEIGHTS, ((0, 0), (0, 1))))
+    one = kit.write_graph(tmp_path / "one.onnx", weights=kit.WEIGHTS[:, 1:])
+    texts: list[Any] = ["good film", "bad film", "fine"]
+    steps: list[tuple[ServedModel, list[Any]]] = [
+        # The same graph, its columns named the other way round.
+        (kit.tiny_model(model, labels=("positive", "negative")), texts),
+        (kit.tiny_model(model, labels=("no", "yes", "maybe"), onnx=three, max_batch_size=2), texts),
+        (kit.tiny_model(model, labels=(), onnx=one), texts),
+        (kit.pair_model(tmp_path / "pairs", name="sst2"), [("good", "bad film"), ("a film", "é")]),
+    ]
+    write(kit.tiny_model(model), root)
+
+    async def ask(server: TritonServer) -> None:
+        connected = [client_of(server, protocol) for protocol in ("grpc", "http")]
+        waiting = [AsyncClient(server.grpc_url), AsyncClient(server.http_url, protocol="http")]
+
+        async def check(asked: list[Any]) -> list[Any]:
+            with client_of(server, "grpc") as new:
+                expected = new.classify(asked)
+            found = [client.classify(asked) for client in connected]
+            assert [*found, *[await client.classify(asked) for client in waiting]] == [expected] * 4
+            return expected
+
+        try:
+            assert [answer.label for answer in await check(texts)] == ["positive", "negative", "positive"]
+            for number, (served, asked) in enumerate(steps):
+                write(served, root)
+                deploy(server.control, "sst2")
+                answers = await check(asked)
+                if number == 0:
+                    assert [answer.label for answer in answers] == ["negative", "positive", "negative"]
+                assert all((client.labels, client.is_pair) == (served.labels, served.pair) for client in connected)
+            rollback(server.control, "sst2")
+            await check(texts)
+        finally:
+            for client in waiting:
+                await client.close()
+
+    with TritonServer(root, **kit.ports()) as server:
+        asyncio.run(ask(server))

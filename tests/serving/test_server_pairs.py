@@ -24,6 +24,9 @@ PAIRS = [
     ("good bad good bad good bad", "fine fine fine fine fine fine"),
     ("unknown words", "good"),
     ("bad", "a\tgood\n"),
+    # Both longer than is read: the longer one keeps one token more, here the first.
+    ("good bad " * 61, "fine film " * 60),
+    ("é", "fine 👩\u200d👧 film é" * 90),
 ]
 
 
@@ -73,7 +76,7 @@ def test_classifier_of_pairs_answers_what_the_graph_says(
     expected /= expected.sum(axis=1, keepdims=True)
     with client_of(server, protocol, "mnli") as client:
         assert (client.labels, client.is_pair) == (LABELS, True)
-        # 7 pairs are more than the 4 that the model takes at once.
+        # 9 pairs are more than the 4 that the model takes at once.
         for count in range(1, len(PAIRS) + 1):
             found = client.classify(PAIRS[:count])
             assert [(answer.text, answer.pair) for answer in found] == PAIRS[:count]

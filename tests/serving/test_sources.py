@@ -80,3 +80,11 @@ def test_tokenizer_without_padding_is_refused(kit: Any, make_model: Callable[...
     file = kit.write_tokenizer(tmp_path / "t.json", words=("x", *kit.WORDS[1:]))
     with pytest.raises(ModelError, match=r"has none of the padding tokens"):
         read_source(make_model(tokenizer=file))
+
+
+def test_tokenizer_that_fails_at_an_unknown_word_is_refused(
+    kit: Any, make_model: Callable[..., ServedModel], tmp_path: Path
+) -> None:
+    file = kit.write_tokenizer(tmp_path / "t.json", words=[word for word in kit.WORDS if word != "[UNK]"])
+    with pytest.raises(ModelError, match=r"t\.json does not read every text \(.*\[UNK\].*\); add its unknown token"):
+        read_source(make_model(tokenizer=file, warmup_texts=("good",)))

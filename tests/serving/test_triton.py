@@ -161,6 +161,14 @@ def test_teacher_has_its_own_graph(make_model: Callable[..., ServedModel]) -> No
     assert triton.parameters_of(config)["onnx"] == "model.onnx"
 
 
+def test_instances_of_a_cascade_wait_side_by_side(make_model: Callable[..., ServedModel]) -> None:
+    model = make_model()
+    config = triton.cascade_config(model, model, teacher_name="sst2_teacher", threshold=0.8)
+    assert [(group.kind, group.count) for group in config.instance_group] == [
+        (triton.pb.ModelInstanceGroup.KIND_CPU, 4)
+    ]
+
+
 def test_runner_takes_only_the_inputs_of_its_graph(make_model: Callable[..., ServedModel]) -> None:
     inputs = ("input_ids", "attention_mask")
     config = triton.runner_config(make_model(instances=2, intra_op_threads=3), name="sst2_student", inputs=inputs)

@@ -131,8 +131,22 @@ def test_versions_that_the_release_does_not_read_are_found(plain: Path) -> None:
         "bag 1 model.onnx has opset 22; Triton 24.10 has ONNX Runtime 1.19.2, which reads 21 at most",
     ]
     assert faults(plain, release="26.01") == []
-    with pytest.raises(RepositoryError, match=r"Triton release '9' is not known here; known: 24.06, 24.10"):
+    with pytest.raises(RepositoryError, match=r"Triton release '9' is not known here; give one as year.month, 24.06"):
         verify(plain, release="9")
+
+
+def test_models_in_python_are_compared_with_the_runtime_beside_them(published: Path) -> None:
+    file = published / "sst2_student" / "1" / "model.onnx"
+    model = onnx.load(str(file))
+    model.ir_version = 12
+    onnx.save(model, str(file))
+    fault = (
+        "1 model.onnx has IR version 12; models in Python have ONNX Runtime 1.23.2 in the container, "
+        "which reads 11 at most"
+    )
+    for release in ("24.10", "26.07"):
+        assert {f"sst2 {fault}", f"sst2_student {fault}"} <= set(faults(published, release=release))
+    assert fault not in "\n".join(faults(published))
 
 
 @pytest.fixture
@@ -231,6 +245,57 @@ def test_a_graph_that_does_not_open_here_is_found(published: Path) -> None:
     assert "sst2 1 model.onnx is not an ONNX file" in "\n".join(faults(published))
     file.unlink()
     assert "sst2 1 opens sst2_student/1/model.onnx, which is missing" in faults(published)
+
+
+@pytest.mark.parametrize("way", ["relative", "symlink"])
+def test_a_missing_graph_is_named_however_the_repository_is(
+    published: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, way: str
+) -> None:
+    (published / "sst2_student" / "1" / "model.onnx").unlink()
+    (published / "sst2_teacher" / "1" / "model.onnx").unlink()
+    (tmp_path / "link").symlink_to(published)
+    monkeypatch.chdir(tmp_path)
+    found = faults(Path(published.name) if way == "relative" else tmp_path / "link")
+    assert "sst2 1 opens sst2_student/1/model.onnx, which is missing" in found
+    assert "sst2_teacher 1 opens sst2_teacher/1/model.onnx, which is missing" in found
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("labels", "negative, positive", "is 'negative, positive'; it must be names, as JSON"),
+        ("labels", "", "is ''; it must be names, as JSON"),
+        ("inputs", '{"input_ids": 1}', "it must be names, as JSON"),
+        ("pad_id", "none", "is 'none'; it must be a number"),
+        ("max_tokens", "-1", "is '-1'; it must be a number"),
+        ("onnx", "../{model}/model.onnx", r"is '../\{model\}/model.onnx'; it must be a path, with \{version\} for"),
+        ("onnx", "{", "it must be a path"),
+    ],
+)
+def test_a_parameter_that_cannot_be_read_is_named(published: Path, name: str, value: str, message: str) -> None:
+    change(published / "sst2", lambda config: setattr(config.parameters[name], "string_value", value))
+    assert re.search(
+        rf"^sst2 config.pbtxt the parameter {name} .*{message}", "\n".join(faults(published)), re.MULTILINE
+    )
+
+
+def test_a_warmup_without_a_type_is_found(published: Path) -> None:
+    def clear(config: pb.ModelConfig) -> None:
+        config.model_warmup[0].inputs["TEXT"].data_type = pb.TYPE_INVALID
+
+    change(published / "sst2", clear)
+    assert "gives TEXT as TYPE_INVALID" in "\n".join(faults(published))
+
+
+def test_a_cascade_names_the_rows_as_those_that_it_asks(asking: Path) -> None:
+    def turn(config: pb.ModelConfig) -> None:
+        config.parameters["labels"].string_value = '["positive", "negative"]'
+
+    message = "the model takes the answers of {} for ['negative', 'positive'], in this order; they are ['positive',"
+    for asked in ("sst2", "sst2_teacher"):
+        assert f"sst2_cascade config.pbtxt {message.format(asked)}" not in "\n".join(faults(asking, release="24.10"))
+        change(asking / asked, turn)
+        assert f"sst2_cascade config.pbtxt {message.format(asked)}" in "\n".join(faults(asking, release="24.10"))
 
 
 def flip_a_byte(file: Path) -> None:
