@@ -10,36 +10,44 @@ import json
 import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from datetime import date, time, timedelta
+from decimal import Decimal
 from itertools import chain, islice
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from compressor.errors import DataError, nearest
 
 SUFFIXES = (".tsv", ".csv", ".jsonl", ".parquet")
 ROWS_AT_ONCE = 1000
 ROWS_SEEN = 10_000  # that the types of a Parquet file's columns are taken from, and the rows of its groups
+TYPED = (date, time, timedelta, Decimal)  # what Parquet has a type for and JSON has not; text where there are no types
 BREAKS = re.compile(r"[\t\n\r]")  # what no cell of a TSV file may hold
 Records = Iterator[tuple[str, dict[str, Any]]]  # where a row stands, for messages, and its fields by column
 
 
-def records(path: Path, *, header: Sequence[str] = (), only: str | None = None) -> Records:
+def records(path: Path, *, header: Sequence[str] = (), only: str | None = None, gaps: bool = False) -> Records:
     """Stream the rows of a .tsv, .csv, .jsonl or .parquet file as (file and line, fields by column name).
 
     `header` names the columns of a TSV file without a header line. `only` is the one column that is wanted: Parquet
-    files are spared the reading of the others. Raises DataError that names file and line of what cannot be read.
+    files are spared the reading of the others. With `gaps`, a row of a TSV file that ends too soon has None in the rest
+    of its columns. Raises DataError that names file and line of what cannot be read.
     """
     match path.suffix:
         case ".tsv":
-            return _read_tsv(path, header)
+            return _read_tsv(path, header, gaps=gaps)
         case ".csv":
             return _read_csv(path)
         case ".jsonl":
             return _read_jsonl(path)
         case ".parquet":
             return _read_parquet(path, only)
-        case other:
-            raise DataError(f"{path} ends in {other!r}; data files end in {', '.join(SUFFIXES)}")
+        case _:
+            raise _no_kind(path)
+
+
+def _no_kind(path: Path) -> DataError:
+    return DataError(f"{path} ends in {path.suffix!r}; data files end in {', '.join(SUFFIXES)}")
 
 
 def lines(path: Path) -> Iterator[tuple[int, str]]:
@@ -71,6 +79,90 @@ def check_columns(
             raise DataError(f"{where}: column {name!r} holds {kind} {fields[name]!r}; it must be text")
 
 
+def check_cells(where: str, fields: Mapping[str, Any], out: Path) -> None:
+    """Raise DataError if a field is, or holds, what a file like `out` cannot hold."""
+    if out.suffix == ".parquet":
+        return
+    for name, value in fields.items():
+        try:
+            cell = _cell(value, out.suffix)
+        except DataError as error:
+            raise DataError(f"{where}: column {name!r}: {error}") from error
+        if out.suffix == ".tsv":
+            _check_breaks(where, name, cell)
+
+
+class Form:
+    """What rows have in common: their columns and, for a Parquet file, the types of these, which every row decides.
+
+    Types of columns that the Parquet file `like` has, and that were read as they are there, are taken from it.
+    """
+
+    def __init__(self, out: Path, like: Path | None = None) -> None:
+        """Raises DataError if `out` has the name of no kind that can be written, or if `like` cannot be read."""
+        if out.suffix not in SUFFIXES:
+            raise _no_kind(out)
+        self._out = out
+        self._names = list[str]()
+        self._waiting = list[tuple[str, dict[str, Any]]]()  # rows whose types were not looked at
+        self._given = dict[str, Any]()
+        self._found: Any = None
+        if out.suffix == ".parquet" and like is not None and like.suffix == ".parquet":
+            import pyarrow as pa
+            import pyarrow.parquet as pq
+
+            try:
+                schema = pq.read_schema(like)
+            except (pa.ArrowException, OSError) as error:
+                raise _damaged(like, error) from error
+            names = _class_names(schema.metadata or {})  # codes of class labels were read as names
+            self._given = {field.name: field for field in schema if field.name not in names}
+
+    def add(self, where: str, fields: dict[str, Any]) -> None:
+        """Take in one more row. Raises DataError that names it, or one of the last, if it does not fit the others."""
+        self._names = self._names or list(fields)
+        _check_names(where, fields, self._names)
+        check_cells(where, fields, self._out)
+        if self._out.suffix == ".parquet":
+            self._waiting.append((where, {name: fields[name] for name in fields if name not in self._given}))
+            if len(self._waiting) >= ROWS_AT_ONCE:
+                self._look()
+
+    def schema(self) -> Any:
+        """The columns of a Parquet file with all the rows; None for another kind. Raises DataError as `add`."""
+        if self._out.suffix != ".parquet":
+            return None
+        import pyarrow as pa
+        import pyarrow.parquet as pq
+
+        self._look()
+        schema = pa.schema([self._given.get(name) or self._found.field(name) for name in self._names])
+        try:
+            pq.ParquetWriter(pa.BufferOutputStream(), schema).close()
+        except pa.ArrowException as error:
+            raise DataError(f"{self._out} cannot hold the columns ({error}); write .jsonl") from error
+        return schema
+
+    def _look(self) -> None:
+        """Bring the types of the waiting rows together with those of the rows before."""
+        import pyarrow as pa
+
+        def joined(found: Any, rows: list[dict[str, Any]]) -> Any:
+            new = pa.Table.from_pylist(rows).schema
+            return new if found is None else pa.unify_schemas([found, new], promote_options="permissive")
+
+        rows, self._waiting = self._waiting, []
+        try:
+            if rows:
+                self._found = joined(self._found, [fields for _, fields in rows])
+        except (pa.ArrowException, OverflowError):  # one by one, to name the row
+            for where, fields in rows:
+                try:
+                    self._found = joined(self._found, [fields])
+                except (pa.ArrowException, OverflowError) as error:
+                    raise DataError(f"{where} does not fit its columns' types ({error}); write .jsonl") from error
+
+
 def dataset_records(dataset: Any, where: str) -> Records:
     """Stream the rows of a `datasets.Dataset`; `where` names it in messages."""
     names = {column: feature.names for column, feature in dataset.features.items() if hasattr(feature, "names")}
@@ -79,7 +171,7 @@ def dataset_records(dataset: Any, where: str) -> Records:
     return _numbered((dict(zip(dataset.column_names, values, strict=True)) for values in rows), names, where)
 
 
-def _read_tsv(path: Path, header: Sequence[str]) -> Records:
+def _read_tsv(path: Path, header: Sequence[str], *, gaps: bool) -> Records:
     """GLUE's dialect: tabs separate, quotes mean nothing, one row a line."""
     rows: Iterator[tuple[str, list[str]]]
     rows = ((f"{path}, line {number}", line.split("\t")) for number, line in lines(path))
@@ -91,7 +183,8 @@ def _read_tsv(path: Path, header: Sequence[str]) -> Records:
     else:
         rows = chain([first], rows)
     for where, values in rows:
-        yield where, _fields(header, values, where)
+        missing = [None] * (len(header) - len(values) if gaps else 0)
+        yield where, _fields(header, [*values, *missing], where)
 
 
 def _read_csv(path: Path) -> Records:
@@ -121,7 +214,20 @@ def _read_jsonl(path: Path) -> Records:
             raise DataError(f"{where}: not a JSON object: {error}") from error
         if not isinstance(fields, dict):
             raise DataError(f"{where}: not a JSON object but {type(fields).__name__}")
+        if "\\u" in line:
+            _check_characters(where, fields)
         yield where, fields
+
+
+def _check_characters(where: str, fields: dict[str, Any]) -> None:
+    """Raise DataError if a text holds half of a surrogate pair, which JSON can write, and UTF-8 cannot."""
+    try:
+        json.dumps(fields, ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        half = error.object[error.start]
+        raise DataError(
+            f"{where}: the row holds half a character ({half!a}), as of a text cut within an emoji; drop the row"
+        ) from error
 
 
 def _read_parquet(path: Path, only: str | None) -> Records:
@@ -135,8 +241,12 @@ def _read_parquet(path: Path, only: str | None) -> Records:
             batches = file.iter_batches(batch_size=ROWS_AT_ONCE, columns=columns)
             rows = (row for batch in batches for row in batch.to_pylist())
             yield from _numbered(rows, _class_names(schema.metadata or {}), str(path))
-    except (pa.ArrowException, OSError) as error:
-        raise DataError(f"{path} is not a Parquet file, or damaged: {error}") from error
+    except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
+        raise _damaged(path, error) from error
+
+
+def _damaged(path: Path, error: Exception) -> DataError:
+    return DataError(f"{path} is not a Parquet file, or damaged: {error}")
 
 
 def _class_names(metadata: Mapping[bytes, bytes]) -> dict[str, list[str]]:
@@ -164,9 +274,9 @@ def _checked(header: list[str], where: str) -> list[str]:
     return header
 
 
-def _fields(header: Sequence[str], values: list[str], where: str) -> dict[str, Any]:
+def _fields(header: Sequence[str], values: Sequence[str | None], where: str) -> dict[str, Any]:
     if len(values) != len(header):
-        raise DataError(f"{where}: {len(values)} columns; a row needs {len(header)}")
+        raise DataError(f"{where}: {len(values)} columns; a row needs {len(header)}; correct or drop it")
     return dict(zip(header, values, strict=True))
 
 
@@ -189,22 +299,23 @@ def _decoded(path: Path) -> Iterator[tuple[int, str]]:
         raise DataError(f"{path} cannot be read: {error.strerror}") from error
 
 
-def write(path: Path, rows: Iterable[dict[str, Any]], *, like: Path | None = None) -> int:
+def write(path: Path, rows: Iterable[dict[str, Any]], *, like: Path | None = None, schema: Any = None) -> int:
     """Write rows, all with the same columns, to a .tsv, .csv, .jsonl or .parquet file as they come; returns how many.
 
-    The file has its name when it is whole. A Parquet file gets the types of the first ten thousand rows, and those of
-    `like` for its columns, if it is one as well. Raises DataError if a row, or the file, cannot be written.
+    The file has its name when it is whole. A Parquet file gets the types of `schema`, which `Form` finds; without one
+    those of the first ten thousand rows, and those of `like` for its columns, if it is one as well. In the other kinds
+    dates and times have ISO form, and decimals are text. Raises DataError if a row, or the file, cannot be written.
     """
     writers: dict[str, Callable[[Path, Iterator[dict[str, Any]]], int]]
     writers = {
         ".tsv": _write_tsv,
         ".csv": _write_csv,
         ".jsonl": _write_jsonl,
-        ".parquet": lambda partial, alike: _write_parquet(partial, alike, like),
+        ".parquet": lambda partial, alike: _write_parquet(partial, alike, like, schema),
     }
-    if path.suffix not in writers:
-        raise DataError(f"{path} ends in {path.suffix!r}; data files end in {', '.join(SUFFIXES)}")
-    partial = path.with_name(f"{path.name}.partial")
+    if path.suffix not in SUFFIXES:
+        raise _no_kind(path)
+    partial = path.with_name(f"{path.name}.new")
     try:
         count = writers[path.suffix](partial, _alike(rows))
         partial.replace(path)
@@ -220,38 +331,58 @@ def _alike(rows: Iterable[dict[str, Any]]) -> Iterator[dict[str, Any]]:
     columns = list[str]()
     for number, row in enumerate(rows, start=1):
         columns = columns or list(row)
-        if row.keys() != set(columns):
-            raise DataError(
-                f"row {number} to be written has columns {', '.join(map(repr, row))}, and the first "
-                f"{', '.join(map(repr, columns))}; give every row the same ones"
-            )
+        _check_names(f"row {number} to be written", row, columns)
         yield {name: row[name] for name in columns}
+
+
+def _check_names(where: str, row: Mapping[str, Any], columns: Sequence[str]) -> None:
+    if row.keys() != set(columns):
+        raise DataError(
+            f"{where} has columns {', '.join(map(repr, row))}, and the first {', '.join(map(repr, columns))}; give "
+            "every row the same ones"
+        )
+
+
+def _check_breaks(where: str, name: str, cell: str) -> None:
+    """Raise DataError if a column's name or a cell of it would break a line of a TSV file."""
+    for text in (name, cell):
+        if BREAKS.search(text):
+            raise DataError(
+                f"{where} has a tab or line end in {text[:80]!r}, which a .tsv file cannot hold; write .csv, .jsonl or "
+                ".parquet"
+            )
 
 
 def _write_tsv(path: Path, rows: Iterator[dict[str, Any]]) -> int:
     with path.open("w", encoding="utf-8", newline="") as file:
         count = 0
         for count, row in enumerate(rows, start=1):
-            lines = [[_cell(value) for value in row.values()]]
+            cells = [_cell(value, ".tsv") for value in row.values()]
+            for name, cell in zip(row, cells, strict=True):
+                _check_breaks(f"row {count} to be written", name, cell)
             if count == 1:
-                lines.insert(0, list(row))
-            for cell in chain(*lines):
-                if BREAKS.search(cell):
-                    raise DataError(
-                        f"row {count} to be written has a tab or line end in {cell[:80]!r}, which a .tsv file cannot "
-                        "hold; write .csv, .jsonl or .parquet"
-                    )
-            file.writelines("\t".join(line) + "\n" for line in lines)
+                file.write("\t".join(row) + "\n")
+            file.write("\t".join(cells) + "\n")
     return count
+
+
+class _Lines:
+    """A file for `csv.writer`, which quotes the line ends that it is given itself: told CR LF, it quotes CR as well."""
+
+    def __init__(self, file: TextIO) -> None:
+        self._file = file
+
+    def write(self, line: str) -> int:
+        return self._file.write(line.removesuffix("\r\n") + "\n")
 
 
 def _write_csv(path: Path, rows: Iterator[dict[str, Any]]) -> int:
     with path.open("w", encoding="utf-8", newline="") as file:
-        writer, count = csv.writer(file, lineterminator="\n"), 0
+        writer, count = csv.writer(_Lines(file), lineterminator="\r\n"), 0
         for count, row in enumerate(rows, start=1):
             if count == 1:
                 writer.writerow(row)
-            writer.writerow([_cell(value) for value in row.values()])
+            writer.writerow([_cell(value, ".csv") for value in row.values()])
     return count
 
 
@@ -259,32 +390,53 @@ def _write_jsonl(path: Path, rows: Iterator[dict[str, Any]]) -> int:
     with path.open("w", encoding="utf-8", newline="") as file:
         count = 0
         for row in rows:
-            file.write(json.dumps(row, ensure_ascii=False) + "\n")
+            file.write(_json(row, ".jsonl") + "\n")
             count += 1
     return count
 
 
-def _write_parquet(path: Path, rows: Iterator[dict[str, Any]], like: Path | None) -> int:
+def _write_parquet(path: Path, rows: Iterator[dict[str, Any]], like: Path | None, schema: Any) -> int:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
     count, some = 0, list(islice(rows, ROWS_SEEN))
+    if schema is None:
+        form = Form(path.with_suffix(""), like)
+        for number, row in enumerate(some, start=1):
+            form.add(f"row {number} to be written", row)
+        schema = form.schema()
     try:
-        schema = pa.Table.from_pylist(some).schema
-        for field in pq.read_schema(like) if like is not None and like.suffix == ".parquet" else ():
-            place = schema.get_field_index(field.name)
-            # Codes of class labels were read as their names.
-            if place >= 0 and not (pa.types.is_integer(field.type) and pa.types.is_string(schema.field(place).type)):
-                schema = schema.set(place, field)
         with pq.ParquetWriter(path, schema) as writer:
             while some:
                 writer.write_table(pa.Table.from_pylist(some, schema=schema))
                 count, some = count + len(some), list(islice(rows, ROWS_SEEN))
-    except pa.ArrowException as error:
+    except (pa.ArrowException, OverflowError) as error:
         raise DataError(f"a row after {count} does not fit its columns' types ({error}); write .jsonl") from error
     return count
 
 
-def _cell(value: Any) -> str:
+def _cell(value: Any, suffix: str) -> str:
     """A value as text: nothing as an empty cell, what is no text as JSON."""
-    return value if isinstance(value, str) else "" if value is None else json.dumps(value, ensure_ascii=False)
+    if value is None:
+        return ""
+    if isinstance(value, TYPED):
+        return _text(value, suffix)
+    return value if isinstance(value, str) else _json(value, suffix)
+
+
+def _json(value: Any, suffix: str) -> str:
+    return json.dumps(value, ensure_ascii=False, default=lambda other: _text(other, suffix))
+
+
+def _text(value: Any, suffix: str) -> str:
+    """A value that JSON lacks. Raises DataError unless it is of TYPED."""
+    match value:
+        case date() | time():
+            return value.isoformat()
+        case Decimal() | timedelta():
+            return str(value)
+        case _:
+            raise DataError(
+                f"a value to be written is {type(value).__name__} {value!r:.80}, which a {suffix} file cannot hold; "
+                "write .parquet"
+            )

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from compressor import artifact
+from compressor import artifact, tables
 from compressor.artifact import Artifact
 from compressor.config import AugmentConfig
 from compressor.dataset import Example, read_examples, texts_of, write_examples
@@ -40,6 +40,12 @@ PAIRS: list[tuple[Any, ...]] = [
     ("A Bad film", "!!! 42", 0),
     ("...", "42", 0),
     ("The film is good.", "the plot is bad", 1),
+]
+# What a file holds that `augment-file` is given.
+RECORDS: list[dict[str, Any]] = [
+    {"id": "7", "review": 'The film is "good",\nthe plot is NOT.', "stars": "4"},
+    {"id": "8", "review": "!!! 42", "stars": ""},
+    {"id": "9", "review": "A Bad film", "stars": "1"},
 ]
 
 
@@ -111,12 +117,24 @@ def run(
     seed: int = 0,
     name: str = "out",
     processes: int = 1,
+    teacher: Artifact | None = None,
     **fields: Any,
 ) -> tuple[Artifact, list[tuple[Any, ...]]]:
     """Run the stage with the small vectors; gives the artifact and its rows: one text or two, label, origin."""
     config = settings(**({"vectors": glove(folder / "vectors.txt")} | fields))
     corpus = examples(folder / f"{name}-corpus", rows, TASKS[task])
-    made = augment_examples(config, corpus, seed=seed, key="k", out=folder / name, processes=processes)
+    made = augment_examples(config, corpus, teacher=teacher, seed=seed, key="k", out=folder / name, processes=processes)
     data = read_examples(made.path / "train.arrow")
     found = zip(texts_of(data), data["label"], data["origin"], strict=True)
     return made, [(*texts, label, origin) for texts, label, origin in found]
+
+
+def table(path: Path, rows: list[dict[str, Any]] = RECORDS) -> Path:
+    """A file of these records, in the format that its name says."""
+    tables.write(path, iter(rows))
+    return path
+
+
+def read(path: Path) -> list[dict[str, Any]]:
+    """The records of a file."""
+    return [fields for _, fields in tables.records(path)]

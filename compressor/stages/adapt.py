@@ -89,11 +89,13 @@ def _work(
             f"adapt.block_tokens is {config.block_tokens} and the model {folder} reads at most {limit} tokens; make "
             "the blocks shorter"
         )
-    blocks = packed_texts(_texts(config, examples), tokenizer, config.block_tokens, cache=cache, world=world)
+    texts = _texts(config, examples)
+    blocks = packed_texts(texts, tokenizer, config.block_tokens, cache=cache, world=world)
     if facts["fresh_head"]:
         _expect_frequencies(model, blocks.train)
     module = MaskedLanguage(model.to(world.device), tokenizer, config)
-    held_out = {split: held_out_ids(examples, split, tokenizer, min(max_tokens, limit), seed) for split in HELD_OUT}
+    unseen, dropped = held_out_texts(examples, texts)
+    held_out = {split: held_out_ids(found, tokenizer, min(max_tokens, limit), seed) for split, found in unseen.items()}
 
     def measured() -> dict[str, Any]:
         return {
@@ -103,6 +105,7 @@ def _work(
 
     metrics: dict[str, Any] = {"source": base, "parameters": model.num_parameters(), **facts, **blocks.facts}
     metrics |= {"provenance": ["the task's training rows", *map(provenance, config.corpus)], "at_start": measured()}
+    metrics["held_out_dropped"] = dropped
     metrics["history"] = fit(
         module,
         blocks.train,
@@ -204,10 +207,26 @@ def _frame(tokenizer: Any) -> tuple[int, int, int]:
     return tokenizer.cls_token_id, tokenizer.sep_token_id, tokenizer.pad_token_id
 
 
-def held_out_ids(examples: Artifact, split: str, tokenizer: Any, max_tokens: int, seed: int) -> list[list[int]]:
-    """Token ids of up to HELD_OUT_TEXTS texts of a split, each alone in its frame, as augmentation shows them."""
-    texts = list(dict.fromkeys(chain.from_iterable(texts_of(read_examples(examples.path / f"{split}.arrow")))))
+def held_out_texts(examples: Artifact, trained: Texts) -> tuple[dict[str, list[str]], dict[str, int]]:
+    """The different texts of each held-out split that are not trained on, and how many were left out for that.
+
+    Pairs share a text across splits, and a corpus may hold the task's own.
+    """
+    texts = {
+        split: dict.fromkeys(chain.from_iterable(texts_of(read_examples(examples.path / f"{split}.arrow"))))
+        for split in HELD_OUT
+    }
+    known = set(chain.from_iterable(texts.values()))
+    seen = {text for text in trained.read() if text in known}
+    unseen = {split: [text for text in found if text not in seen] for split, found in texts.items()}
+    return unseen, {split: len(texts[split]) - len(found) for split, found in unseen.items()}
+
+
+def held_out_ids(texts: Sequence[str], tokenizer: Any, max_tokens: int, seed: int) -> list[list[int]]:
+    """Token ids of up to HELD_OUT_TEXTS texts, each alone in its frame, as augmentation shows them."""
     chosen = np.sort(np.random.default_rng(seed).permutation(len(texts))[:HELD_OUT_TEXTS])
+    if not len(chosen):
+        return []  # the library stumbles over no texts
     encoded = tokenizer([texts[number] for number in chosen], truncation=True, max_length=max_tokens)["input_ids"]
     return [ids for ids in encoded if len(ids) > 2]
 

@@ -1,6 +1,6 @@
 """The rows of the stage in blocks: what is written for each, so that an interrupted stage goes on from finished ones.
 
-Blocks are of a fixed number of rows, whatever the number of processes. For each there is first a file of what the
+Blocks end where the engine's do, whatever the number of processes. For each there is first a file of what the
 masked language model answers to the texts that come for the first time in it, then one of its rows with their copies.
 
 Shape legend: N rows times texts of a row.
@@ -11,9 +11,10 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
+from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from numpy.typing import NDArray
 
 from compressor import machine
 from compressor.dataset import ROWS_PER_WRITE, examples_schema
-from compressor.stages.augment.engine import ROWS_AT_ONCE, row_seed
+from compressor.stages.augment.engine import ROWS_AT_ONCE, in_blocks, row_seed
 from compressor.stages.augment.masked_lm import Answers
 from compressor.stages.augment.tools import Texts, Tools
 from compressor.tasks import Task
@@ -49,41 +50,59 @@ class Blocks:
     """Of the blocks."""
     task: Task
     seed: int
-    size: int
-    """Rows of a block."""
-    rows: int
+    starts: tuple[int, ...]
+    """First row of each block, then the number of all rows."""
 
     @classmethod
     def of(cls, source: Path, folder: Path, task: Task, seed: int) -> Blocks:
         """The blocks of the rows in an Arrow file."""
         folder.mkdir(parents=True, exist_ok=True)
-        size = ROWS_AT_ONCE
-        return cls(source=source, folder=folder, task=task, seed=seed, size=size, rows=_table(source).num_rows)
+        whole = cls(source=source, folder=folder, task=task, seed=seed, starts=())
+        sizes = (len(rows) for rows in in_blocks(whole.all_texts(), ROWS_AT_ONCE, lambda texts: texts))
+        return replace(whole, starts=tuple(itertools.accumulate(sizes, initial=0)))
 
     def __len__(self) -> int:
-        return -(-self.rows // self.size)
+        return len(self.starts) - 1
+
+    @property
+    def rows(self) -> int:
+        """Rows of all blocks."""
+        return self.starts[-1]
+
+    def size(self, block: int) -> int:
+        """Rows of a block."""
+        return self.starts[block + 1] - self.starts[block]
 
     def answers_file(self, block: int) -> Path:
         """What the masked language model answers."""
-        return self.folder / f"answers-{block:06}.arrow"
+        return self.folder / f"answers-{self._name(block)}.arrow"
 
     def rows_file(self, block: int) -> Path:
         """The rows with their copies."""
-        return self.folder / f"rows-{block:06}.arrow"
+        return self.folder / f"rows-{self._name(block)}.arrow"
 
     def facts_file(self, block: int) -> Path:
         """What was counted; written after the rows."""
-        return self.folder / f"rows-{block:06}.json"
+        return self.folder / f"rows-{self._name(block)}.json"
+
+    def _name(self, block: int) -> str:
+        """By its rows, so that a file of blocks that ended elsewhere is not taken for one of these."""
+        return f"{self.starts[block]:09}-{self.starts[block + 1]:09}"
+
+    def all_texts(self) -> Iterator[Texts]:
+        """The texts of every row."""
+        for batch in _table(self.source).to_batches():
+            yield from zip(*(batch.column(name).to_pylist() for name in self._columns), strict=True)
 
     def texts(self, block: int) -> tuple[list[Texts], list[float]]:
         """Texts and labels of a block's rows."""
-        columns = [*self._columns(), _table(self.source).column("label")]
-        *texts, labels = (column.slice(block * self.size, self.size).to_pylist() for column in columns)
+        rows = _table(self.source).slice(self.starts[block], self.size(block))
+        *texts, labels = (rows.column(name).to_pylist() for name in (*self._columns, "label"))
         return list(zip(*texts, strict=True)), labels
 
     def first_places(self) -> Numbers:
         """For each text (N, row by row) the place at which the same text comes first."""
-        texts = (text.as_py() for both in zip(*self._columns(), strict=True) for text in both)
+        texts = itertools.chain.from_iterable(self.all_texts())
         digests = b"".join(hashlib.blake2b(text.encode(), digest_size=16).digest() for text in texts)
         high_N, low_N = np.frombuffer(digests, dtype=np.uint64).reshape(-1, 2).T
         order_N = np.lexsort((low_N, high_N))  # stable: of equals the first comes first
@@ -95,15 +114,20 @@ class Blocks:
 
     def of_block(self, first_N: Numbers, block: int) -> Numbers:
         """The part of `first_places` that is of one block."""
-        return first_N[block * self.size * self.sides : (block + 1) * self.size * self.sides]
+        return first_N[self.starts[block] * self.sides : self.starts[block + 1] * self.sides]
+
+    def holding(self, place: int) -> int:
+        """The block that a text is in, by its place among all texts."""
+        return bisect_right(self.starts, place // self.sides) - 1
 
     @property
     def sides(self) -> int:
         """Texts of a row."""
         return 2 if self.task.is_pair else 1
 
-    def _columns(self) -> list[pa.ChunkedArray]:
-        return [_table(self.source).column(name) for name in ("text", "text_b")[: self.sides]]
+    @property
+    def _columns(self) -> tuple[str, ...]:
+        return ("text", "text_b")[: self.sides]
 
 
 def write_answers(tools: Tools, blocks: Blocks, block: int, first_N: Numbers) -> None:
@@ -111,7 +135,7 @@ def write_answers(tools: Tools, blocks: Blocks, block: int, first_N: Numbers) ->
 
     `first_N` are the block's own of `first_places`.
     """
-    start = block * blocks.size * blocks.sides
+    start = blocks.starts[block] * blocks.sides
     texts = [text for texts in blocks.texts(block)[0] for text in texts]
     places = [start + number for number, first in enumerate(first_N.tolist()) if first == start + number]
     found = list(tools.answers(texts[place - start] for place in places).values())
@@ -126,7 +150,7 @@ def read_answers(blocks: Blocks, texts: list[str], first_N: Numbers) -> dict[str
     """What was written for some texts, wherever it was."""
     wanted = sorted(dict(zip(first_N.tolist(), texts, strict=True)).items())
     found = dict[str, Answers]()
-    for block, group in itertools.groupby(wanted, lambda item: item[0] // (blocks.size * blocks.sides)):
+    for block, group in itertools.groupby(wanted, lambda item: blocks.holding(item[0])):
         table = _table(blocks.answers_file(block))
         places = {place: row for row, place in enumerate(table.column("text").to_pylist())}
         starts, words = table.column("starts"), table.column("words")
@@ -146,7 +170,7 @@ def write_rows(tools: Tools, blocks: Blocks, block: int, first_N: Numbers | None
     if first_N is not None:
         answers = read_answers(blocks, [text for texts in rows for text in texts], first_N)
     facts, file, schema = Counter(dict.fromkeys(COUNTED, 0)), blocks.rows_file(block), rows_schema(blocks.task)
-    first = block * blocks.size
+    first = blocks.starts[block]
     seeds = [row_seed(blocks.seed, first + number) for number in range(len(rows))]
 
     def lines() -> Iterator[Line]:
@@ -184,16 +208,25 @@ def _some(lines: Iterator[Line]) -> Iterator[list[Line]]:
         yield some
 
 
-def join(blocks: Blocks, train: Path, copies: Path) -> dict[str, Any]:
-    """Put the rows of all blocks together: what later stages read in `train`, what was replaced in `copies`.
-
-    Returns what was counted, over all blocks; of peaks of memory the highest.
-    """
+def counted(blocks: Blocks) -> dict[str, Any]:
+    """What was counted, over all blocks; of peaks of memory the highest."""
     facts, peak_gb = Counter(dict.fromkeys(COUNTED, 0)), 0.0
     for block in range(len(blocks)):
         told = json.loads(blocks.facts_file(block).read_text(encoding="utf-8"))
         peak_gb = max(peak_gb, told.pop("peak_memory_gb"))
         facts.update(told)
+    return {**facts, "peak_memory_gb": peak_gb}
+
+
+def lines_of(blocks: Blocks) -> Iterator[Line]:
+    """The rows of all blocks, in their order."""
+    for block in range(len(blocks)):
+        for batch in _table(blocks.rows_file(block)).to_batches():
+            yield from zip(*(column.to_pylist() for column in batch.columns), strict=True)
+
+
+def join(blocks: Blocks, train: Path, copies: Path) -> None:
+    """Put the rows of all blocks together: what later stages read in `train`, what was replaced in `copies`."""
     examples = examples_schema(blocks.task)
     with (
         pa.OSFile(str(train), "wb") as train_file,
@@ -204,7 +237,6 @@ def join(blocks: Blocks, train: Path, copies: Path) -> dict[str, Any]:
         for table in _regrouped(_table(blocks.rows_file(block)) for block in range(len(blocks))):
             train_writer.write_table(table.select(examples.names))
             copies_writer.write_table(table.select(REPLACED.names))
-    return {**facts, "peak_memory_gb": peak_gb}
 
 
 def _regrouped(tables: Iterable[pa.Table]) -> Iterator[pa.Table]:

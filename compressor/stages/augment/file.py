@@ -2,27 +2,38 @@
 
 from __future__ import annotations
 
-from collections import deque
+import fcntl
+import math
 from collections.abc import Generator, Iterator, Mapping
-from contextlib import closing
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
-from itertools import islice
+from decimal import Decimal
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from compressor import tables
-from compressor.config import AugmentConfig
+import pyarrow as pa
+
+from compressor import __version__, artifact, tables
+from compressor.config import ENGLISH, AugmentConfig
+from compressor.dataset import Example, write_examples
 from compressor.errors import ConfigError, DataError
 from compressor.progress import Progress
-from compressor.stages.augment.engine import augmented
+from compressor.sources import check, content_hash, file_hash
+from compressor.stages.augment.blocks import Blocks, counted, lines_of
+from compressor.stages.augment.engine import in_blocks
 from compressor.stages.augment.quality import Teacher
+from compressor.stages.augment.stage import make_blocks, metrics_of
 from compressor.stages.augment.tools import Texts
+from compressor.stages.augment.words import load_stop_words
 from compressor.tasks import Task
 
 ORIGIN = "origin"
 """Column of what is written: number, from 0, of the row that it was made from."""
 JUDGED_AT_ONCE = 2048
 TEACHER_TOKENS = 512  # what a teacher reads of a text, if it can read so much
+TEXTS_FILE, KEY_FILE = "texts.arrow", "key"  # of what is kept beside OUT
+# Of what the stage counts.
+PASSED_ON = ("missing_rows", "duplicates", "rows_without_words", "share_by_masked_lm", "share_by_vectors")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,7 +44,7 @@ class Columns:
     text_b: str | None = None
     """The second text of pairs."""
     label: str | None = None
-    """For a teacher."""
+    """For a teacher, and to tell whether it is a score."""
 
     @property
     def texts(self) -> tuple[str, ...]:
@@ -46,10 +57,9 @@ class _Row(NamedTuple):
 
     fields: dict[str, Any]
     texts: Texts
-    changes: int
-    """Words that were replaced: none in a row that was read."""
+    is_copy: bool
     label: int
-    """-1 without a teacher."""
+    """0 without a teacher."""
 
 
 def augment_file(
@@ -66,9 +76,10 @@ def augment_file(
     """Write the rows of a table, each followed by its copies; returns what was counted.
 
     All columns stay, and `origin` is added. With `config.max_disagreement` the copies that `teacher`, the folder of a
-    fine-tuned checkpoint, labels otherwise are left out. The table is read twice, the first time to find its mistakes
-    before hours of work; it is never in memory as a whole. Raises DataError if a row cannot be used, ConfigError if
-    the settings do not fit together, SourceError or ModelError if vectors or models cannot be had.
+    fine-tuned checkpoint, labels otherwise are left out. The table is read before hours of work to find its mistakes;
+    it is never in memory as a whole. What is finished is kept beside OUT until OUT is whole, and the same call goes on
+    from it. Raises DataError if a row cannot be used, ConfigError if the settings do not fit together, SourceError or
+    ModelError if vectors or models cannot be had.
     """
     if (config.max_disagreement is None) != (teacher is None) or (teacher is not None and columns.label is None):
         raise ConfigError(
@@ -80,87 +91,156 @@ def augment_file(
         from compressor.checkpoints import label_names
 
         labels = label_names(teacher)
-    count = _checked(source, columns, labels)
-    judge = None
-    if teacher is not None:
-        task = Task(
-            name="file",
-            columns=tuple((name,) for name in columns.texts),
-            label_columns=(str(columns.label),),
-            labels=labels,
-            metrics=("accuracy",),
-            max_tokens=TEACHER_TOKENS,
-        )
-        judge = Teacher(teacher, task, TEACHER_TOKENS, device)
-    facts = {"rows": count, "asked_rows": count * (1 + config.copies), "made_rows": 0, "replaced_words": 0}
-    made = _made(source, columns, config, labels, facts, seed=seed, processes=processes, device=device)
-    with closing(made):
-        kept = made if judge is None or config.max_disagreement is None else _kept(made, judge, config.max_disagreement)
-        written = tables.write(out, (row.fields for row in kept), like=source)
-    dropped = {} if judge is None else {"dropped_rows": facts["made_rows"] - written}
-    return {**facts, "missing_rows": facts["asked_rows"] - facts["made_rows"], **dropped, "written_rows": written}
+    form = tables.Form(out, source)
+    _check(source, columns, labels, form, regression=config.regression)
+    schema = form.schema()
+    if schema is not None:
+        schema = schema.append(pa.field(ORIGIN, pa.int64()))
+    task = Task(
+        name="file",
+        columns=tuple((name,) for name in columns.texts),
+        label_columns=(str(columns.label),),
+        labels=labels,
+        metrics=("accuracy",),
+        max_tokens=TEACHER_TOKENS,
+    )
+    judge = None if teacher is None else Teacher(teacher, task, TEACHER_TOKENS, device)
+    with _kept_folder(out, _key(source, columns, config, labels, seed)) as folder:
+        write_examples(folder / TEXTS_FILE, _examples(source, columns, labels), task)
+        blocks = Blocks.of(folder / TEXTS_FILE, folder, task, seed)
+        make_blocks(config, blocks, processes=processes, device=device)
+        with closing(_made(source, columns, blocks)) as made:
+            bound = config.max_disagreement
+            kept = made if judge is None or bound is None else _kept(made, judge, bound)
+            written = tables.write(out, (row.fields for row in kept), schema=schema)
+        told = counted(blocks)
+    found = metrics_of(told, blocks.rows, config.copies)
+    facts = {"rows": found["original_rows"], "asked_rows": found["asked_rows"], "made_rows": found["rows"]}
+    facts |= {"replaced_words": told["by_masked_lm"] + told["by_vectors"]}
+    facts |= {name: found[name] for name in PASSED_ON}
+    if judge is not None:
+        facts["dropped_rows"] = found["rows"] - written
+    return {**facts, "written_rows": written}
 
 
-def _checked(source: Path, columns: Columns, labels: tuple[str, ...]) -> int:
-    """The number of rows of a table that can be augmented. Raises DataError where one cannot."""
-    count, known = 0, {label.casefold() for label in labels}
+def _check(source: Path, columns: Columns, labels: tuple[str, ...], form: tables.Form, *, regression: bool) -> None:
+    """Read a table once, and its form. Raises DataError where a row cannot be augmented, or not be written."""
+    is_empty, known = True, {label.casefold() for label in labels}
     for where, fields in tables.records(source):
-        count += 1
+        is_empty = False
         others = (columns.label,) if columns.label else ()
         tables.check_columns(where, fields, texts=columns.texts, others=others, added=(ORIGIN,))
+        form.add(where, fields)
         if labels and _label(fields, columns) not in known:
             raise DataError(
                 f"{where}: label {fields[str(columns.label)]!r} is none of the teacher's: {', '.join(labels)}; give a "
                 "teacher of these labels, or name its classes in id2label of its config.json"
             )
-    if not count:
+        if columns.label and not labels and not regression and _is_score(fields[columns.label]):
+            raise DataError(
+                f"{where}: column {columns.label!r} holds the score {fields[columns.label]}, which would be copied to "
+                "changed texts; set regression (--regression) if that is what you want"
+            )
+    if is_empty:
         raise DataError(f"{source} has no rows; give a file with a row for each text")
-    return count
+
+
+def _is_score(value: Any) -> bool:
+    """Whether a label is a number that is not whole, as no class is."""
+    try:
+        number = float(value) if isinstance(value, float | Decimal | str) else 0.0
+    except ValueError:
+        return False
+    return math.isfinite(number) and not number.is_integer()
+
+
+def _key(source: Path, columns: Columns, config: AugmentConfig, labels: tuple[str, ...], seed: int) -> str:
+    """What decides the copies. Raises SourceError or ConfigError if something that they are made with is not there."""
+    load_stop_words(config.stop_words)
+    found = {"vectors": config.vectors, "masked_lm": config.masked_lm}
+    for name, value in found.items():
+        if value is not None:
+            check(value, what=f"augment.{name}")
+    found["stop_words"] = None if config.stop_words == ENGLISH else config.stop_words
+    hashes = {name: content_hash(value) for name, value in found.items() if value is not None}
+    section = {**config.model_dump(exclude={"max_disagreement"}), "labels": labels, "seed": seed}
+    section |= {"texts": columns.texts, "label": columns.label, "version": __version__}
+    return artifact.key("augmented-file", section, {}, {**hashes, "source": file_hash(source)})
+
+
+@contextmanager
+def _kept_folder(out: Path, key: str) -> Iterator[Path]:
+    """A folder beside `out` for blocks, with those that an interrupted run of the same key had finished.
+
+    It goes when all is done, and when there is an error before the first block. Raises DataError if it is not ours,
+    another command works in it, or it cannot be written.
+    """
+    folder = out.with_name(f"{out.name}.partial")
+    mark = folder / KEY_FILE
+    try:
+        if folder.exists() and not mark.is_file() and any(folder.iterdir()):
+            raise DataError(f"{folder} is in the way and was not made by this command; move it, or choose another OUT")
+        folder.mkdir(exist_ok=True)
+        with mark.open("a+", encoding="utf-8") as held:
+            try:
+                fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError as error:
+                raise DataError(f"another command writes {out} now; wait for it, or choose another OUT") from error
+            if mark.read_text(encoding="utf-8") != key:
+                _empty(folder)
+                mark.write_text(key, encoding="utf-8")
+            try:
+                yield folder
+                _empty(folder)
+            finally:
+                if not [*folder.glob("answers-*.arrow"), *folder.glob("rows-*.json")]:
+                    _empty(folder)
+                    mark.unlink()
+                    folder.rmdir()
+    except OSError as error:
+        raise DataError(
+            f"copies cannot be made in {folder}: {error.strerror or error}; free space, or choose another OUT"
+        ) from error
+
+
+def _empty(folder: Path) -> None:
+    """Remove all but the mark, so that the folder stays known as ours whenever this is interrupted."""
+    for path in folder.iterdir():
+        if path.name != KEY_FILE:
+            path.unlink()
 
 
 def _label(fields: Mapping[str, Any], columns: Columns) -> str:
     return str(fields[str(columns.label)]).strip().casefold()
 
 
-def _made(
-    source: Path,
-    columns: Columns,
-    config: AugmentConfig,
-    labels: tuple[str, ...],
-    facts: dict[str, int],
-    *,
-    seed: int,
-    processes: int,
-    device: str,
-) -> Generator[_Row]:
-    """Every row and its copies, which are counted in `facts`."""
+def _examples(source: Path, columns: Columns, labels: tuple[str, ...]) -> Iterator[Example]:
     codes = {label.casefold(): code for code, label in enumerate(labels)}
-    waiting = deque[dict[str, Any]]()  # rows that were given to the engine, and have not come back
+    for number, (_, fields) in enumerate(tables.records(source)):
+        texts = tuple(fields[name] or "" for name in columns.texts)
+        yield Example(texts, codes[_label(fields, columns)] if codes else 0, number)
 
-    def texts() -> Iterator[Texts]:
-        for _, fields in tables.records(source):
-            waiting.append(fields)
-            yield tuple(fields[name] or "" for name in columns.texts)
 
-    progress, current = Progress("augmented rows", total=facts["rows"]), dict[str, Any]()
-    for row in augmented(texts(), config, seed=seed, processes=processes, device=device):
-        fields = {}
-        if row.changes:
-            fields = dict(zip(columns.texts, row.texts, strict=True))
-        else:
-            current = waiting.popleft()
+def _made(source: Path, columns: Columns, blocks: Blocks) -> Generator[_Row]:
+    """Every row and its copies."""
+    rows, last = tables.records(source), -1
+    fields, given = dict[str, Any](), tuple[str, ...]()
+    progress = Progress("written rows", total=blocks.rows)
+    for *both, label, origin, _, _ in lines_of(blocks):
+        texts, is_copy = tuple(both), origin == last
+        if not is_copy:
+            (_, fields), given, last = next(rows), texts, origin
             progress.advance()
-        facts["made_rows"] += 1
-        facts["replaced_words"] += len(row.changes)
-        label = codes[_label(current, columns)] if codes else -1
-        yield _Row({**current, **fields, ORIGIN: row.origin}, row.texts, len(row.changes), label)
+        # Only what changed: the other text of a pair stays as it is, an empty cell too.
+        changed = {name: new for name, new, old in zip(columns.texts, texts, given, strict=True) if new != old}
+        yield _Row({**fields, **changed, ORIGIN: origin}, texts, is_copy, int(label))
     progress.close()
 
 
 def _kept(rows: Iterator[_Row], teacher: Teacher, max_disagreement: float) -> Iterator[_Row]:
     """The rows without the copies whose other labels have, by the teacher, a probability above the bound."""
-    while some := list(islice(rows, JUDGED_AT_ONCE)):
-        copies = [row for row in some if row.changes]
+    for some in in_blocks(rows, JUDGED_AT_ONCE, lambda row: row.texts):
+        copies = [row for row in some if row.is_copy]
         probability_JC = teacher.probabilities([row.texts for row in copies]) if copies else ()
         doubts = iter([1 - found_C[row.label] for row, found_C in zip(copies, probability_JC, strict=True)])
-        yield from (row for row in some if not row.changes or next(doubts) <= max_disagreement)
+        yield from (row for row in some if not row.is_copy or next(doubts) <= max_disagreement)

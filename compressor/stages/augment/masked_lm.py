@@ -6,23 +6,41 @@ Shape legend: B batch, S sequence, D width, P masked places, A words that may be
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+import math
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
+from compressor.errors import ModelError
 from compressor.sources import model_folder
 from compressor.stages.augment.words import ENGLISH, LETTERS, Word
 
 # A pass has about this many tokens, whatever their number of texts is: enough to keep a core's matrix units busy.
 TOKENS_PER_PASS = {"cpu": 1024, "cuda": 32_768}
 PAD_MULTIPLE = 8
+TEXTS_AT_ONCE = 64  # that are cut into pieces together
+PASSES_AT_ONCE = 8192  # that are in memory, and put into batches by their lengths
 PLACES = 64  # scored against the vocabulary together
+WORDS_APART = 32  # tokens between two that are masked in one pass
 SPARE = 48  # more words than asked for are looked at again in float32, for the order of the likeliest to be exact
 
 Answers = Mapping[int, Sequence[str]]
 """Of one text: likely words by the first character of the word in whose place they could stand."""
+
+
+class _Mask(NamedTuple):
+    """A masked word."""
+
+    place: int
+    """In the sequence."""
+    start: int
+    """Its first character in its text."""
+    token: int
+    """What stood there."""
 
 
 @dataclass(frozen=True)
@@ -30,26 +48,29 @@ class _Pass:
     """One sequence for the model."""
 
     ids: list[int]
-    """With [CLS], [SEP] and the mask."""
-    mask: int
-    """Place of the mask in `ids`."""
+    """With [CLS], [SEP] and the masks."""
     text: int
     """Number of the text."""
-    start: int
-    """First character of the masked word in its text."""
-    token: int
-    """The masked word."""
+    masks: list[_Mask]
 
 
 class MaskedLM:
     """Likely words at a masked place, for words that are one word piece.
 
     Every batch is padded to one of a few shapes and computed by one thread, so that an answer depends neither on the
-    texts that are asked together nor on the number of threads; several batches are computed at a time.
+    texts that are asked together nor on the number of threads; several batches are computed at a time. Words of a text
+    that are `apart` tokens apart or more are masked in one pass.
     """
 
     def __init__(
-        self, model: Any, tokenizer: Any, stop_words: frozenset[str] = ENGLISH, *, device: str = "cpu", threads: int = 1
+        self,
+        model: Any,
+        tokenizer: Any,
+        stop_words: frozenset[str] = ENGLISH,
+        *,
+        device: str = "cpu",
+        threads: int = 1,
+        apart: int = WORDS_APART,
     ) -> None:
         import torch
         from tokenizers import Tokenizer
@@ -57,7 +78,7 @@ class MaskedLM:
         from compressor.training import cast_frozen
         from compressor.world import World
 
-        self._world, self._threads = World(device=torch.device(device)), threads
+        self._world, self._threads, self._apart = World(device=torch.device(device)), threads, apart
         self._rules = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
         self._rules.no_truncation()
         self._rules.no_padding()
@@ -86,55 +107,71 @@ class MaskedLM:
         """
         found: list[dict[int, list[str]]] = [{} for _ in texts]
         with _single_threaded(), ThreadPoolExecutor(self._threads) as pool:
-            batches = self._batches(list(self._passes(texts)))
-            for passes, answers in pool.map(lambda batch: (batch, self._answered(batch, count)), batches):
-                for one, words in zip(passes, answers, strict=True):
-                    found[one.text][one.start] = words
+            left = self._passes(texts)
+            while some := list(itertools.islice(left, PASSES_AT_ONCE)):
+                batches = self._batches(some)
+                for passes, answers in pool.map(lambda batch: (batch, self._answered(batch, count)), batches):
+                    masks = ((one.text, mask) for one in passes for mask in one.masks)
+                    for (text, mask), words in zip(masks, answers, strict=True):
+                        found[text][mask.start] = words
         return list(found)
 
     def _passes(self, texts: Sequence[tuple[str, Sequence[Word]]]) -> Iterator[_Pass]:
-        encodings = self._rules.encode_batch([text for text, _ in texts], add_special_tokens=False)
-        for number, ((_, words), encoding) in enumerate(zip(texts, encodings, strict=True)):
-            yield from self._passes_of(number, words, encoding)
+        for first in range(0, len(texts), TEXTS_AT_ONCE):
+            some = texts[first : first + TEXTS_AT_ONCE]
+            encodings = self._rules.encode_batch([text for text, _ in some], add_special_tokens=False)
+            for number, ((_, words), encoding) in enumerate(zip(some, encodings, strict=True), start=first):
+                yield from self._passes_of(number, words, encoding)
 
-    def _passes_of(self, number: int, words: Sequence[Word], encoding: Any) -> Iterator[_Pass]:
-        """The sequences in which the words of one text that are one piece are masked."""
+    def _passes_of(self, number: int, words: Sequence[Word], encoding: Any) -> Iterable[_Pass]:
+        """The sequences in which the words of one text, in their order, are masked if they are one piece."""
         cls, mask, sep = self._frame
-        ids, first_of_span = encoding.ids, dict[tuple[int, int], int]()
-        for token, span in enumerate(encoding.offsets):
-            first_of_span.setdefault(span, token)
+        ids, whole = encoding.ids, _whole(encoding.offsets)
+        of_window: dict[int, deque[_Pass]] = {}  # the passes of each, the one whose last mask is furthest back first
         for word in words:
-            place = first_of_span.get((word.start, word.end), -1)
-            if place >= 0 and ids[place] != self._unknown:
-                first = _window(place, len(ids), self._limit - 2)
-                masked = [cls, *ids[first : first + self._limit - 2], sep]
-                masked[1 + place - first] = mask
-                yield _Pass(masked, 1 + place - first, number, word.start, ids[place])
+            token = whole.get((word.start, word.end), -1)
+            if token < 0 or ids[token] == self._unknown:
+                continue
+            first = _window(token, len(ids), self._limit - 2)
+            place = 1 + token - first
+            passes = of_window.setdefault(first, deque())
+            if passes and place - passes[0].masks[-1].place >= self._apart:
+                one = passes.popleft()
+            else:
+                one = _Pass([cls, *ids[first : first + self._limit - 2], sep], number, [])
+            one.ids[place] = mask
+            one.masks.append(_Mask(place, word.start, ids[token]))
+            passes.append(one)
+        return itertools.chain.from_iterable(of_window.values())
 
     def _batches(self, passes: list[_Pass]) -> Iterator[list[_Pass]]:
         """Passes of one padded length together, as many as make a batch."""
-        passes.sort(key=lambda one: _padded(len(one.ids)))
-        for size, group in itertools.groupby(passes, lambda one: _padded(len(one.ids))):
+        passes.sort(key=lambda one: self._padded(len(one.ids)))
+        for size, group in itertools.groupby(passes, lambda one: self._padded(len(one.ids))):
             left = iter(group)
             while batch := list(itertools.islice(left, self._rows(size))):
                 yield batch
+
+    def _padded(self, size: int) -> int:
+        """Tokens of a sequence with its padding, which the model has positions for."""
+        return min(self._limit, -(-size // PAD_MULTIPLE) * PAD_MULTIPLE)
 
     def _rows(self, size: int) -> int:
         """Sequences of `size` tokens in a batch."""
         return max(1, TOKENS_PER_PASS[self._world.device.type] // size)
 
     def _answered(self, passes: list[_Pass], count: int) -> list[list[str]]:
-        """Likely words for every mask of a batch."""
+        """Likely words for every mask of a batch, in the order of the passes and of their masks."""
         import torch
 
         from compressor.training import autocast
 
-        size = _padded(max(len(one.ids) for one in passes))
+        size = self._padded(max(len(one.ids) for one in passes))
         rows = self._rows(size)
         full = passes + passes[:1] * (rows - len(passes))  # the shape decides how sums are rounded
         ids_BS = torch.tensor([one.ids + [0] * (size - len(one.ids)) for one in full])
         mask_BS = torch.tensor([[1] * len(one.ids) + [0] * (size - len(one.ids)) for one in full])
-        places = [row * size + one.mask for row, one in enumerate(passes)]
+        places = [row * size + mask.place for row, one in enumerate(passes) for mask in one.masks]
         device = self._world.device
         with torch.inference_mode():
             with autocast(self._world):
@@ -142,9 +179,10 @@ class MaskedLM:
             places_PD = states.last_hidden_state.flatten(0, 1)[torch.tensor(places, device=device)].float()
             tokens = [self._likeliest(part_PD, count + 2) for part_PD in places_PD.split(PLACES)]
         found = []
-        for one, chosen in zip(passes, itertools.chain.from_iterable(tokens), strict=True):
-            word = self._rules.id_to_token(one.token).casefold()
-            names = [self._words[place] for place in chosen if self._tokens[place] != one.token]
+        masks = (mask for one in passes for mask in one.masks)
+        for mask, chosen in zip(masks, itertools.chain.from_iterable(tokens), strict=True):
+            word = self._rules.id_to_token(mask.token).casefold()
+            names = [self._words[place] for place in chosen if self._tokens[place] != mask.token]
             found.append([name for name in names if name.casefold() != word][:count])
         return found
 
@@ -176,8 +214,14 @@ def _single_threaded() -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def _padded(size: int) -> int:
-    return -(-size // PAD_MULTIPLE) * PAD_MULTIPLE
+def _whole(spans: Sequence[tuple[int, int]]) -> dict[tuple[int, int], int]:
+    """The tokens that share no character with another, by their spans.
+
+    A tokenizer that takes characters apart can cut within one: then the spans of two pieces overlap.
+    """
+    ends, starts = [0, *(end for _, end in spans)], [*(start for start, _ in spans[1:]), math.inf]
+    found = zip(spans, ends, starts, strict=False)
+    return {span: token for token, (span, end, start) in enumerate(found) if end <= span[0] and span[1] <= start}
 
 
 def _window(token: int, tokens: int, room: int) -> int:
@@ -191,10 +235,24 @@ def _window(token: int, tokens: int, room: int) -> int:
 def load_masked_lm(
     source: str, stop_words: frozenset[str] = ENGLISH, *, device: str = "cpu", threads: int = 1
 ) -> MaskedLM:
-    """A BERT masked language model. Raises SourceError if it cannot be had, ModelError if it is not a whole one."""
-    from compressor import checkpoints, world
+    """A BERT masked language model. Raises SourceError if it cannot be had, ModelError if it cannot mask words."""
+    from compressor import world
 
     folder = model_folder(source, what="augment.masked_lm")
     world.keep_freed_memory()
-    model, tokenizer = checkpoints.load_masked_lm(folder), checkpoints.load_tokenizer(folder)
-    return MaskedLM(model, tokenizer, stop_words, device=device, threads=threads)
+    return MaskedLM(*read_masked_lm(folder), stop_words, device=device, threads=threads)
+
+
+def read_masked_lm(folder: Path) -> tuple[Any, Any]:
+    """The model in a folder and its tokenizer. Raises ModelError if they do not fit, or if a token is missing."""
+    from compressor.checkpoints import check_vocabulary, load_masked_lm, load_tokenizer
+
+    model, tokenizer = load_masked_lm(folder), load_tokenizer(folder)
+    check_vocabulary(model, tokenizer, folder)
+    missing = [name for name in ("cls", "mask", "sep") if getattr(tokenizer, f"{name}_token_id") is None]
+    if missing:
+        raise ModelError(
+            f"{folder}: the tokenizer has no {' and no '.join(missing)} token, and no word can be masked without; use "
+            "the tokenizer that the model was trained with"
+        )
+    return model, tokenizer

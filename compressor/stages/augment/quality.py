@@ -8,6 +8,7 @@ from __future__ import annotations
 import difflib
 import json
 import math
+import os
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -33,6 +34,7 @@ TEXT_LIMIT = 400  # characters of an example
 MASKED_EVERY = 7  # tokens: all of a text are masked once in as many passes
 ROWS_AT_ONCE = 4096
 BATCH = 64
+PAD_MULTIPLE = 8
 PIECES = re.compile(r"\w+|\s+|[^\w\s]")
 
 Texts = tuple[str, ...]
@@ -50,11 +52,12 @@ class Teacher:
         from compressor.checkpoints import load_classifier, load_tokenizer
         from compressor.training import cast_frozen
 
-        self._world = World(device=torch.device(resolve_device(device)))
+        self._world = World(device=torch.device(_own(resolve_device(device))))
         self._model = load_classifier(folder, task).eval().to(self._world.device)
         cast_frozen(self._model, self._world)
         self._tokenizer = load_tokenizer(folder)
-        self._max_tokens = min(max_tokens, self._model.config.max_position_embeddings)
+        self._positions = self._model.config.max_position_embeddings
+        self._max_tokens = min(max_tokens, self._positions)
 
     def probabilities(self, rows: Sequence[Texts]) -> Probabilities:
         """Probability (J, C) of each label for each row, in the rows' order."""
@@ -70,9 +73,11 @@ class Teacher:
         parts = list[Probabilities]()
         for first in range(0, len(order), BATCH):
             group = order[first : first + BATCH]
+            longest = len(encoded["input_ids"][group[-1]])
             batch = self._tokenizer.pad(
                 {name: [encoded[name][row] for row in group] for name in encoded},
-                pad_to_multiple_of=8,
+                padding="max_length",
+                max_length=min(self._positions, -(-longest // PAD_MULTIPLE) * PAD_MULTIPLE),
                 return_tensors="pt",
             )
             with torch.inference_mode(), autocast(self._world):
@@ -82,6 +87,13 @@ class Teacher:
         in_order_JC = np.empty_like(found_JC)
         in_order_JC[order] = found_JC
         return in_order_JC
+
+
+def _own(kind: str) -> str:
+    """The device of this kind for one of the processes that torchrun started on this machine."""
+    import torch
+
+    return f"cuda:{int(os.environ.get('LOCAL_RANK', 0)) % torch.cuda.device_count()}" if kind == "cuda" else kind
 
 
 @dataclass(frozen=True)
@@ -101,7 +113,7 @@ class Copies:
         return cls(*(column for pair in columns for column in pair))
 
     @property
-    def is_copy_N(self) -> NDArray[np.bool_]:  # noqa: N802  arrays carry shape suffixes
+    def is_copy_N(self) -> NDArray[np.bool_]:
         """Which rows have something replaced."""
         return (self.by_masked_lm_N > 0) | (self.by_vectors_N > 0)
 
@@ -124,6 +136,9 @@ def judge(
     masked_lm: Path | None,
     max_disagreement: float | None = None,
     seed: int,
+    kept: Path,
+    world: World | None = None,
+    device: str = "auto",
 ) -> dict[str, Any]:
     """Judge the copies in `folder`, and drop those that the teacher labels otherwise, if that is asked for.
 
@@ -131,6 +146,9 @@ def judge(
     teacher, a total probability above it: `train.arrow` and `copies.arrow` are written again without it. Twenty copies
     go to `examples.json`. Returns facts for the metrics, each where there is what it needs: `agreement` by method,
     `dropped_rows`, `perplexity` before and after (of a sample).
+
+    The teacher's answers are written to the folder `kept` as they come, and those found there are taken. If processes
+    were started together (`world`), each asks for its share of them; the rest, and the facts, are the leader's.
     """
     copies, facts = Copies.read(folder), dict[str, Any]()
     draw = np.random.default_rng([seed, len(copies.label_N)])
@@ -141,7 +159,11 @@ def judge(
         everything = np.arange(len(copies.label_N))
         of_sample = np.unique(np.concatenate([sample_M, copies.originals(sample_M)]))
         row_J = of_sample if max_disagreement is None else everything
-        probability_NC = _answers(folder, teacher, row_J, len(copies.label_N), task)
+        _ask(folder, teacher, row_J, kept, world)
+    if world is not None and not world.is_leader:
+        return {}
+    if teacher is not None and len(sample_M):
+        probability_NC = _answers(row_J, kept, len(copies.label_N), task)
         facts["agreement"] = agreement(copies, probability_NC)
         if max_disagreement is not None:
             doubt_N = 1 - probability_NC[everything, copies.label_N]
@@ -152,7 +174,7 @@ def judge(
     examples = [_example(task, copies, pair, probability_NC) for pair in pairs[:EXAMPLES]]
     (folder / EXAMPLES_FILE).write_text(json.dumps(examples, ensure_ascii=False, indent=1), encoding="utf-8")
     if masked_lm is not None and pairs:
-        facts["perplexity"] = perplexity(masked_lm, [(pair.original, pair.copy) for pair in pairs])
+        facts["perplexity"] = perplexity(masked_lm, [(pair.original, pair.copy) for pair in pairs], device)
     if not is_kept_N.all():
         for name in ("train.arrow", COUNTS_FILE):
             _keep(folder / name, is_kept_N)
@@ -168,17 +190,36 @@ class Pair(NamedTuple):
     copy: Texts
 
 
-def _answers(folder: Path, teacher: Teacher, row_J: Rows, count: int, task: Task) -> Probabilities:
-    """The teacher's probabilities (N, C): of the rows asked for, elsewhere nan."""
+def _ask(folder: Path, teacher: Teacher, row_J: Rows, kept: Path, world: World | None) -> None:
+    """Write the teacher's probabilities for some rows, block by block, unless they are there."""
     rows = read_examples(folder / "train.arrow")
-    found_NC = np.full((count, len(task.labels)), np.nan, dtype=np.float32)
-    progress = Progress("judged rows", total=len(row_J))
-    for first in range(0, len(row_J), ROWS_AT_ONCE):
+    missing = [first for first in range(0, len(row_J), ROWS_AT_ONCE) if not _judged(kept, first).is_file()]
+    rank, size = 0, 1
+    if world is not None:
+        missing, rank, size = world.broadcast(missing), world.rank, world.size
+    progress = Progress("judged rows", total=len(row_J), start=max(0, len(row_J) - len(missing) * ROWS_AT_ONCE))
+    for first in missing[rank::size]:
         row_B = row_J[first : first + ROWS_AT_ONCE]
-        found_NC[row_B] = teacher.probabilities(texts_of(rows.select(row_B)))
-        progress.advance(len(row_B))
+        partial = _judged(kept, first).with_suffix(".new")
+        with partial.open("wb") as file:
+            np.save(file, teacher.probabilities(texts_of(rows.select(row_B))))
+        partial.replace(_judged(kept, first))
+        progress.advance(min(len(row_J), len(row_B) * size))
     progress.close()
+    if world is not None:
+        world.barrier()
+
+
+def _answers(row_J: Rows, kept: Path, count: int, task: Task) -> Probabilities:
+    """The teacher's probabilities (N, C): of the rows that it was asked about, elsewhere nan."""
+    found_NC = np.full((count, len(task.labels)), np.nan, dtype=np.float32)
+    for first in range(0, len(row_J), ROWS_AT_ONCE):
+        found_NC[row_J[first : first + ROWS_AT_ONCE]] = np.load(_judged(kept, first))
     return found_NC
+
+
+def _judged(kept: Path, first: int) -> Path:
+    return kept / f"judged-{first:012}.npy"
 
 
 def agreement(copies: Copies, probability_NC: Probabilities) -> dict[str, dict[str, Any]]:
@@ -236,17 +277,18 @@ def differences(first: str, second: str) -> tuple[Marked, Marked]:
     return found
 
 
-def perplexity(folder: Path, pairs: Sequence[tuple[Texts, Texts]]) -> dict[str, Any]:
+def perplexity(folder: Path, pairs: Sequence[tuple[Texts, Texts]], device: str = "auto") -> dict[str, Any]:
     """How surprised a masked LM is by the changed texts of copies and by the same texts before, per token.
 
     A pseudo-perplexity: every token of a text is masked once, every seventh at a time. The interval of the ratio is
-    from resampled pairs.
+    from resampled pairs. Computed in float32. Raises ConfigError if there is no such device.
     """
     import torch
 
     from compressor.checkpoints import load_masked_lm, load_tokenizer
 
-    model, tokenizer = load_masked_lm(folder).eval(), load_tokenizer(folder)
+    model = load_masked_lm(folder).eval().to(_own(resolve_device(device)))
+    tokenizer = load_tokenizer(folder)
     limit = model.config.max_position_embeddings
     texts = [
         [first, second]
@@ -281,15 +323,16 @@ def _surprise(model: Any, tokenizer: Any, ids: list[int]) -> tuple[float, int]:
     passes = min(MASKED_EVERY, len(ids) - 2)
     is_masked_BS = place_S % passes == torch.arange(passes)[:, None]
     is_masked_BS[:, [0, -1]] = False  # the frame
-    ids_BS = torch.tensor(ids).expand(passes, -1)
+    is_masked_BS = is_masked_BS.to(model.device)
+    ids_BS = torch.tensor(ids, device=model.device).expand(passes, -1)
     shown_BS = ids_BS.masked_fill(is_masked_BS, tokenizer.mask_token_id)
     scores_MV = model.cls(model.bert(input_ids=shown_BS).last_hidden_state[is_masked_BS])
     return float(cross_entropy(scores_MV, ids_BS[is_masked_BS], reduction="sum")), int(is_masked_BS.sum())
 
 
 def _columns(path: Path, *names: str) -> list[NDArray[Any]]:
-    with pa.OSFile(str(path)) as file:
-        table = pa.ipc.open_stream(file).read_all().select(list(names))
+    # Mapped, and without the texts: those of all copies are gigabytes, in every process.
+    table = pa.ipc.open_stream(pa.memory_map(str(path))).read_all().select(list(names))
     return [table.column(name).to_numpy() for name in names]
 
 

@@ -13,10 +13,11 @@ from compressor.dataset import task_of
 from compressor.errors import ConfigError
 from compressor.progress import Progress
 from compressor.sources import check, model_folder
-from compressor.stages.augment.blocks import Blocks, Numbers, join, write_answers, write_rows
+from compressor.stages.augment.blocks import Blocks, Numbers, counted, join, write_answers, write_rows
 from compressor.stages.augment.quality import Teacher, judge
 from compressor.stages.augment.words import load_stop_words
 from compressor.stages.augment.workers import Workers
+from compressor.world import World
 
 TRAIN = "train.arrow"
 COPIES = "copies.arrow"
@@ -69,36 +70,46 @@ def augment_examples(
     with artifact.write(out, "examples", key=key, section=section, parents=parents, together=True) as draft:
         blocks = Blocks.of(examples.path / TRAIN, draft.path / CHECKPOINT, task, seed)
         make_rows(config, blocks, draft, processes=processes, device=device)
+        asked = None
+        if teacher is not None and not task.is_regression:
+            asked = Teacher(teacher.path, task, max_tokens or task.max_tokens, device)
+        judged = judge(
+            draft.path,
+            task,
+            teacher=asked,
+            masked_lm=model_folder(config.masked_lm, what="augment.masked_lm") if config.masked_lm else None,
+            max_disagreement=config.max_disagreement,
+            seed=seed,
+            kept=blocks.folder,
+            world=draft.world,
+            device=device,
+        )
         if draft.world is None or draft.world.is_leader:
-            asked = None
-            if teacher is not None and not task.is_regression:
-                asked = Teacher(teacher.path, task, max_tokens or task.max_tokens, device)
-            judged = judge(
-                draft.path,
-                task,
-                teacher=asked,
-                masked_lm=model_folder(config.masked_lm, what="augment.masked_lm") if config.masked_lm else None,
-                max_disagreement=config.max_disagreement,
-                seed=seed,
-            )
             draft.metrics.update(judged, rows=draft.metrics["rows"] - judged.get("dropped_rows", 0))
     return Artifact.open(out, kind="examples")
 
 
 def make_rows(config: AugmentConfig, blocks: Blocks, draft: Draft, *, processes: int, device: str) -> None:
-    """Write TRAIN and COPIES, and what was counted, into the draft.
+    """Write TRAIN and COPIES, and what was counted, into the draft. All processes leave when the files are whole."""
+    make_blocks(config, blocks, draft.world, processes=processes, device=device)
+    if draft.world is None or draft.world.is_leader:
+        join(blocks, draft.path / TRAIN, draft.path / COPIES)
+        facts = counted(blocks)
+        draft.peak_memory_gb = facts["peak_memory_gb"]
+        draft.metrics.update(metrics_of(facts, blocks.rows, config.copies))
+    if draft.world is not None:
+        draft.world.barrier()
 
-    What an interrupted run had finished is kept. If processes were started together, each does its share.
-    """
+
+def make_blocks(
+    config: AugmentConfig, blocks: Blocks, world: World | None = None, *, processes: int, device: str
+) -> None:
+    """Write the blocks that are not there yet. If processes were started together (`world`), each does its share."""
     first_N = blocks.first_places() if config.masked_lm else None
     with Workers(config, processes=processes, device=device) as workers:
         if first_N is not None:
-            _done("masked words", write_answers, blocks, blocks.answers_file, first_N, workers, draft)
-        _done("augmented rows", write_rows, blocks, blocks.facts_file, first_N, workers, draft)
-    if draft.world is None or draft.world.is_leader:
-        facts = join(blocks, draft.path / TRAIN, draft.path / COPIES)
-        draft.peak_memory_gb = facts["peak_memory_gb"]
-        draft.metrics.update(metrics_of(facts, blocks.rows, config.copies))
+            _done("masked words", write_answers, blocks, blocks.answers_file, first_N, workers, world)
+        _done("augmented rows", write_rows, blocks, blocks.facts_file, first_N, workers, world)
 
 
 def metrics_of(facts: dict[str, Any], originals: int, copies: int) -> dict[str, Any]:
@@ -125,19 +136,18 @@ def _done(
     file: Callable[[int], Path],
     first_N: Numbers | None,
     workers: Workers,
-    draft: Draft,
+    world: World | None,
 ) -> None:
     """Do the work of every block whose file is not there yet."""
-    world = draft.world
     missing = [block for block in range(len(blocks)) if not file(block).is_file()]
     rank, size = 0, 1
     if world is not None:
         missing, rank, size = world.broadcast(missing), world.rank, world.size
     mine = missing[rank::size]
-    progress = Progress(what, total=blocks.rows, start=blocks.rows - min(blocks.rows, len(missing) * blocks.size))
+    progress = Progress(what, total=blocks.rows, start=blocks.rows - sum(map(blocks.size, missing)))
     jobs = ((blocks, block, None if first_N is None else blocks.of_block(first_N, block)) for block in mine)
-    for _ in workers.results(work, jobs):
-        progress.advance(min(blocks.rows, blocks.size * size))
+    for block, _ in zip(mine, workers.results(work, jobs), strict=True):
+        progress.advance(min(blocks.rows, blocks.size(block) * size))
     progress.close()
     if world is not None:
         world.barrier()

@@ -64,7 +64,10 @@ class Tools:
             self.config.candidates,
         )
         for texts, seed in zip(rows, seeds, strict=True):
-            options = [_options(side, words[text], answers.get(text, {}), near) for side, text in enumerate(texts)]
+            options = [
+                _options(side, words[text], answers.get(text, {}), near, self.stop_words)
+                for side, text in enumerate(texts)
+            ]
             copies, duplicates = copies_of(
                 texts,
                 options,
@@ -78,12 +81,20 @@ class Tools:
         return eligible_words(text, self.stop_words, keep_names=self.config.keep_names)
 
 
-def _options(side: int, words: Iterable[Word], answers: Answers, near: Mapping[str, Sequence[str]]) -> Options:
+def _options(
+    side: int,
+    words: Iterable[Word],
+    answers: Answers,
+    near: Mapping[str, Sequence[str]],
+    stop_words: frozenset[str],
+) -> Options:
     """The changes that can be made to each word: what the masked language model proposes, else the near words."""
     options = []
     for word in words:
-        likely = answers.get(word.start)
-        new_words = dict.fromkeys(written_like(new, word.text) for new in likely or near[word.text.casefold()])
+        likely, folded = answers.get(word.start), word.text.casefold()
+        written = dict.fromkeys(written_like(new, word.text) for new in likely or near[folded])
+        # With capitals a word can become another: that of the Turkish dotless i is I.
+        new_words = [new for new in written if new.casefold() != folded and new.casefold() not in stop_words]
         if new_words:
             options.append([Change(side, word.start, word.text, new, bool(likely)) for new in new_words])
     return options

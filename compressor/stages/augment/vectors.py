@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from compressor.errors import SourceError
-from compressor.sources import check, package_folder
+from compressor.sources import VECTORS, check, vector_files
 from compressor.stages.augment.words import ENGLISH, LETTERS
 
 # Frequent words come first in GloVe's files; behind these stand names, typing errors and other languages.
@@ -90,24 +90,15 @@ class Vectors:
 
 def load_vectors(source: str, stop_words: frozenset[str] = ENGLISH) -> Vectors:
     """Word vectors from an installed package or a GloVe text file. Raises SourceError if they cannot be read."""
-    what = "augment.vectors"
-    check(source, what=what)
-    kind, _, name = source.partition(":")
-    if kind == "package":
-        import pyarrow.parquet as pq
+    check(source, what=VECTORS)
+    file, *index = vector_files(source, what=VECTORS)
+    if not index:
+        return Vectors(*_read_glove(file), stop_words)
+    import pyarrow.parquet as pq
 
-        folder = package_folder(name, what=what)
-        matrix, index = next(iter(folder.glob("*.npy")), None), next(iter(folder.glob("*.parquet")), None)
-        if matrix is None or index is None:
-            raise SourceError(f"{what} is {source!r}, whose package holds no .npy matrix with a .parquet word list")
-        words = pq.read_table(index).column(0).slice(0, VOCABULARY).to_pylist()
-        vectors_VD = np.array(np.load(matrix, mmap_mode="r")[:VOCABULARY], dtype=np.float32)
-        return Vectors(words, vectors_VD, stop_words)
-    if kind == "hub":
-        raise SourceError(
-            f"{what} is {source!r}; word vectors come from a package or a GloVe text file, not from a hub"
-        )
-    return Vectors(*_read_glove(Path(source)), stop_words)
+    words = pq.read_table(index[0]).column(0).slice(0, VOCABULARY).to_pylist()
+    vectors_VD = np.array(np.load(file, mmap_mode="r")[:VOCABULARY], dtype=np.float32)
+    return Vectors(words, vectors_VD, stop_words)
 
 
 def _read_glove(path: Path) -> tuple[list[str], Floats]:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import re
+from bisect import bisect_left
 from collections.abc import Iterable
 from dataclasses import dataclass
-from pathlib import Path
+from itertools import accumulate
 from typing import NamedTuple
 from unicodedata import category
 
-from compressor.errors import ConfigError
+from compressor.sources import STOP_WORDS, word_list
 
 # Letters, with inner apostrophes and hyphens, so that "don't" and "well-made" are one word each.
 WORD = re.compile(r"[^\W\d_]+(?:['’\-][^\W\d_]+)*")
@@ -18,26 +19,25 @@ LETTERS = re.compile(r"[^\W\d_]{2,}")
 # Words whose replacement changes the grammar or the meaning rather than the wording. Negations are here on purpose:
 # replacing one would turn the label around; so are the stems of split ones ("wo n't"), forms without apostrophe, and
 # numbers.
-ENGLISH = frozenset(
-    """
-    a about above after again against ai ain all also although am among an and any anybody anyone anything
-    are aren arent around as at be because been before being below between billion both but by ca can can't cannot
-    cant could couldn couldn't couldnt did didn didn't didnt do does doesn doesn't doesnt doing don don't dont
-    down dozen during each eight eighteen eighty either eleven else ever every few fifteen fifth fifty first five
-    for forty four fourteen fourth from further had hadn hadn't hadnt half hardly has hasn hasn't hasnt
-    have haven haven't havent having he he's her here hers herself him himself his how however hundred i i'd i'll i'm
-    i've if in into is isn isn't isnt it it's its itself just lest like may me might mightn mightnt million more most
-    much must mustn mustnt my myself n't needn neednt neither never nevertheless nine nineteen ninety no nobody none nor
-    not nothing now nowhere of off often on once one only or other ought our ours ourselves out over own per rather s
-    same scarcely second seven seventeen seventy sha shall shan shan't shant she she's should shouldn shouldn't
-    shouldnt since six sixteen sixty so some somebody someone something such t ten than that that's the their theirs
-    them themselves then there there's these they they're third thirteen thirty this those though thousand three
-    through thus to too toward towards twelve twenty twice two under unless until up upon us very was wasn
-    wasn't wasnt we we're were weren weren't werent what when where whether which while who whom whose why will
-    with within without wo won won't wont would wouldn wouldn't wouldnt yet you you're your yours yourself
-    yourselves zero aint
-    """.split()  # noqa: SIM905  (a list of 300 quoted words would be harder to read)
-)
+_ENGLISH = """
+a about above after again against ai ain all also although am among an and any anybody anyone anything
+are aren arent around as at be because been before being below between billion both but by ca can can't cannot
+cant could couldn couldn't couldnt did didn didn't didnt do does doesn doesn't doesnt doing don don't dont
+down dozen during each eight eighteen eighty either eleven else ever every few fifteen fifth fifty first five
+for forty four fourteen fourth from further had hadn hadn't hadnt half hardly has hasn hasn't hasnt
+have haven haven't havent having he he's her here hers herself him himself his how however hundred i i'd i'll i'm
+i've if in into is isn isn't isnt it it's its itself just lest like may me might mightn mightnt million more most
+much must mustn mustnt my myself n't needn neednt neither never nevertheless nine nineteen ninety no nobody none nor
+not nothing now nowhere of off often on once one only or other ought our ours ourselves out over own per rather s
+same scarcely second seven seventeen seventy sha shall shan shan't shant she she's should shouldn shouldn't
+shouldnt since six sixteen sixty so some somebody someone something such t ten than that that's the their theirs
+them themselves then there there's these they they're third thirteen thirty this those though thousand three
+through thus to too toward towards twelve twenty twice two under unless until up upon us very was wasn
+wasn't wasnt we we're were weren weren't werent what when where whether which while who whom whose why will
+with within without wo won won't wont would wouldn wouldn't wouldnt yet you you're your yours yourself
+yourselves zero aint
+"""
+ENGLISH = frozenset(_ENGLISH.split())
 
 # Addresses, handles, tags of HTML: nothing in them is a word.
 ADDRESS = re.compile(r"://|@|www\.")
@@ -81,21 +81,7 @@ def load_stop_words(name: str) -> frozenset[str]:
 
     Raises ConfigError if there is no such list, or if it is empty.
     """
-    if name == "en":
-        return ENGLISH
-    path = Path(name)
-    if not path.is_file():
-        raise ConfigError(
-            f'augment.stop_words is {name!r}, and there is no such file; use "en" or the path of a list with a word on '
-            "each line"
-        )
-    try:
-        words = frozenset(path.read_text(encoding="utf-8-sig").casefold().split())
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"augment.stop_words {name} cannot be read: {error}; save it as UTF-8 text") from error
-    if not words:
-        raise ConfigError(f"augment.stop_words {name} holds no word; negations at least belong there")
-    return words
+    return ENGLISH if name == "en" else word_list(name, what=STOP_WORDS)
 
 
 def eligible_words(text: str, stop_words: frozenset[str] = ENGLISH, *, keep_names: bool = False) -> list[Word]:
@@ -106,7 +92,9 @@ def eligible_words(text: str, stop_words: frozenset[str] = ENGLISH, *, keep_name
     """
     untouchable = [match.span() for match in TAG.finditer(text)]
     if ADDRESS.search(text):
-        untouchable += [run.span() for run in RUN.finditer(text) if ADDRESS.search(run.group())]
+        untouchable = sorted(untouchable + [run.span() for run in RUN.finditer(text) if ADDRESS.search(run.group())])
+    firsts = [first for first, _ in untouchable]
+    reaches = list(accumulate((last for _, last in untouchable), max))  # the furthest end so far
     matches = list(WORD.finditer(text))
     keep_names = keep_names and 2 * sum(match.group()[0].isupper() for match in matches) <= len(matches)
     found = []
@@ -120,7 +108,8 @@ def eligible_words(text: str, stop_words: frozenset[str] = ENGLISH, *, keep_name
         # An accent or a vowel sign of its own belongs to the letter before it.
         if not (before + after).isascii() and any(category(sign).startswith("M") for sign in before + after):
             continue
-        if untouchable and any(first < end and start < last for first, last in untouchable):
+        spans = bisect_left(firsts, end)  # that begin before the word ends
+        if spans and reaches[spans - 1] > start:
             continue
         if keep_names and word[0].isupper() and not SENTENCE_START.search(text[max(0, start - LOOK_BACK) : start]):
             continue

@@ -36,7 +36,7 @@ class Workers:
         self._config, self._processes = config, processes
         self._here: Tools | None = None
         kind = resolve_device(device) if config.masked_lm else "cpu"
-        first, beside = int(os.environ.get(LOCAL_RANK, 0)), int(os.environ.get(LOCAL_SIZE, 1))
+        rank, beside = int(os.environ.get(LOCAL_RANK, 0)), int(os.environ.get(LOCAL_SIZE, 1))
         self._threads = max(1, available_cores() // (processes * beside))
         self._devices = [kind] * processes
         if kind == "cuda":
@@ -47,7 +47,7 @@ class Workers:
                     f"{processes * beside} processes were asked for and there are {torch.cuda.device_count()} GPUs, "
                     "one for each"
                 )
-            self._devices = [f"cuda:{first + number}" for number in range(processes)]
+            self._devices = [f"cuda:{rank * processes + number}" for number in range(processes)]
 
     def __enter__(self) -> Self:
         if self._processes > 1:
@@ -88,8 +88,8 @@ class Workers:
                 yield waiting.popleft().result()
         except BrokenProcessPool as error:
             raise CompressorError(
-                f"one of {self._processes} processes that replace words was ended from outside; the same command goes "
-                "on from what is finished; if memory ran out, use fewer processes"
+                f"one of {self._processes} processes that replace words was ended from outside; a command goes on from "
+                "what it finished when it is run again; if memory ran out, use fewer processes"
             ) from error
 
 

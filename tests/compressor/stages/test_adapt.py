@@ -13,10 +13,19 @@ from transformers import BertForMaskedLM
 from compressor.artifact import Artifact
 from compressor.checkpoints import load_plain_encoder, load_tokenizer
 from compressor.config import AdaptConfig
-from compressor.dataset import read_examples
+from compressor.dataset import Example, read_examples, write_examples
 from compressor.errors import DataError, ModelError, SourceError
 from compressor.stages import adapt as stage
-from compressor.stages.adapt import MaskedLanguage, adapt, held_out_ids, masked_accuracy, masked_lm, spread
+from compressor.stages.adapt import (
+    MaskedLanguage,
+    _texts,
+    adapt,
+    held_out_ids,
+    held_out_texts,
+    masked_accuracy,
+    masked_lm,
+    spread,
+)
 from compressor.training import Tensors, _Exchange
 from compressor.world import World
 from tests import tiny
@@ -55,6 +64,10 @@ def made(root: Path, corpus: Artifact) -> Artifact:
     return run(root, corpus, "made")
 
 
+def unseen(examples: Artifact, **changes: Any) -> dict[str, list[str]]:
+    return held_out_texts(examples, _texts(settings(**changes), examples))[0]
+
+
 def test_masked_tokens_of_held_out_texts_are_found_again(made: Artifact) -> None:
     for split in ("validation", "test"):
         before, after = made.metrics["at_start"][split], made.metrics["at_end"][split]
@@ -88,7 +101,8 @@ def test_it_is_a_masked_lm_with_tied_embeddings_and_its_tokenizer(root: Path, ma
 
 def test_what_is_saved_is_what_was_measured(corpus: Artifact, made: Artifact) -> None:
     tokenizer = load_tokenizer(made.path)
-    ids = held_out_ids(corpus, "test", tokenizer, tiny.MAX_TOKENS, 7)
+    assert held_out_ids([], tokenizer, tiny.MAX_TOKENS, 7) == []
+    ids = held_out_ids(unseen(corpus)["test"], tokenizer, tiny.MAX_TOKENS, 7)
     model = BertForMaskedLM.from_pretrained(made.path)
     found = masked_accuracy(model, ids, tokenizer, 0.15, "fp32", 7, WORLD)
     assert found["top_15"]["share"] == made.metrics["at_end"]["test"]["top_15"]["share"]
@@ -138,9 +152,29 @@ def test_both_texts_of_a_pair_are_learnt_from_and_measured_alone(root: Path, tmp
     pairs = tiny.examples(tmp_path / "pairs", train=60, task=tiny.pair_task())
     found = run(root, pairs, "pairs", epochs=0.1)
     assert found.metrics["documents"] == 120
-    ids = held_out_ids(pairs, "test", load_tokenizer(root / "base"), tiny.MAX_TOKENS, 0)
+    ids = held_out_ids(unseen(pairs)["test"], load_tokenizer(root / "base"), tiny.MAX_TOKENS, 0)
     assert all(row.count(3) == 1 and row[-1] == 3 for row in ids)  # one [SEP], at the end
-    assert len({tuple(row) for row in ids}) == len(ids) > 40  # the second texts, of which some are equal, once
+    assert len({tuple(row) for row in ids}) == len(ids) == 40  # the second texts are trained on, too
+
+
+def test_held_out_texts_that_are_trained_on_are_left_out_and_counted(root: Path, tmp_path: Path) -> None:
+    task = tiny.pair_task()
+    with tiny.sealed(tmp_path / "pairs", "examples", section={"task": task.model_dump(mode="json")}) as draft:
+        for split, rows in {
+            "train": [("a good film", f"the plot {number}") for number in range(60)],
+            "validation": [("a good film", "a bad film"), ("a bad film", "the plot 3")],
+            "test": [("a bad story", "a fine story")],
+        }.items():
+            found = [Example(texts, number % 2, number) for number, texts in enumerate(rows)]
+            write_examples(draft.path / f"{split}.arrow", found, task)
+    pairs = Artifact.open(tmp_path / "pairs", kind="examples")
+    assert unseen(pairs) == {"validation": ["a bad film"], "test": ["a bad story", "a fine story"]}
+    (tmp_path / "more.txt").write_text("a bad story\na poor story\n", encoding="utf-8")
+    corpus = (str(tmp_path / "more.txt"),)
+    assert unseen(pairs, corpus=corpus) == {"validation": ["a bad film"], "test": ["a fine story"]}
+    made = run(root, pairs, "shared", corpus=corpus, epochs=0.1)
+    assert made.metrics["held_out_dropped"] == {"validation": 2, "test": 1}
+    assert [made.metrics["at_end"][split]["texts"] for split in ("validation", "test")] == [1, 1]
 
 
 def batch_of(ids_BS: torch.Tensor) -> Tensors:

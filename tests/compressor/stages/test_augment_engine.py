@@ -10,10 +10,11 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from compressor.errors import CompressorError, ConfigError, SourceError
-from compressor.stages.augment import Augmented, augment, engine
+from compressor.stages.augment import Augmented, augment, engine, workers
 from compressor.stages.augment.words import changed
 from tests import augmenting
 from tests.augmenting import CONTENT, PIECES
@@ -81,6 +82,14 @@ def test_a_replaced_word_keeps_its_capitals(sources: dict[str, Any]) -> None:
     assert len({row.texts for row in rows}) == 31
 
 
+@pytest.mark.parametrize("copies", [1, 2, 5])
+def test_a_word_is_never_its_own_replacement_nor_a_stop_word_in_capitals(copies: int, tmp_path: Path) -> None:
+    """The capital of the dotless i is I: written with the capitals of its place, a neighbour can be another word."""
+    near = {"irak": (1, 0.1), "ırak": (1, 0.2), "iran": (1, 0.3), "ıf": (1, 0.4)}
+    rows = list(augment(["Irak"], copies=copies, vectors=augmenting.glove(tmp_path / "vectors.txt", near)))
+    assert [row.texts for row in rows] == [("Irak",), ("Iran",)]
+
+
 def test_names_stay_unless_they_are_to_be_replaced(sources: dict[str, Any]) -> None:
     settings = sources | {"keep_names": True}
     assert {change.old for row in augment(["a good Film"], copies=30, **settings) for change in row.changes} == {"good"}
@@ -96,6 +105,10 @@ def test_blocks_leave_no_trace(sources: dict[str, Any], monkeypatch: pytest.Monk
     expected = list(augment(TEXTS * 3, copies=3, **sources))
     for size in (1, 2, 4):
         monkeypatch.setattr(engine, "ROWS_AT_ONCE", size)
+        assert list(augment(TEXTS * 3, copies=3, **sources)) == expected
+    monkeypatch.undo()
+    for characters in (1, 40, 100):
+        monkeypatch.setattr(engine, "CHARACTERS_AT_ONCE", characters)
         assert list(augment(TEXTS * 3, copies=3, **sources)) == expected
 
 
@@ -114,12 +127,31 @@ def test_rows_are_read_as_they_are_asked_for(sources: dict[str, Any], monkeypatc
     assert read == [0, 1]
 
 
+@pytest.mark.parametrize("row", ["good film", ("good", " film")])
+def test_of_long_rows_fewer_are_read_at_a_time(
+    row: Any, sources: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine, "CHARACTERS_AT_ONCE", 20)
+    read = []
+    rows = augment((read.append(number) or row for number in range(100)), copies=1, **sources)
+    next(rows)
+    assert read == [0, 1, 2]  # of nine characters each
+
+
 def test_a_wrong_setting_is_told_before_anything_is_read() -> None:
     """Defect l of the published code: what is asked for is what is done, or it is refused."""
     with pytest.raises(ConfigError, match=r"augment\.copies is 0; .*; unknown key 'augment.vector'"):
         augment(["a"], copies=0, vectors="x", vector="y")
     with pytest.raises(ConfigError, match=r"augment\.vectors is missing"):
         augment(["a"], copies=1)
+
+
+@pytest.mark.parametrize("bound", [0.0, 0.5, 1.0])
+def test_a_bound_on_doubts_is_refused_where_nobody_judges(bound: float, sources: dict[str, Any]) -> None:
+    with pytest.raises(
+        ConfigError, match=r"augment\.max_disagreement is .*; augment\(\) has no teacher.*; drop the key"
+    ):
+        augment(["a film"], copies=1, max_disagreement=bound, **sources)
 
 
 def test_what_is_wrong_with_a_source_is_told_from_other_processes_too() -> None:
@@ -132,6 +164,20 @@ def test_a_process_that_is_ended_is_told(sources: dict[str, Any], monkeypatch: p
     monkeypatch.setattr(engine, "_augmented", _ended)
     with pytest.raises(CompressorError, match="one of 2 processes that replace words was ended from outside"):
         list(augment(["a film"], copies=1, processes=2, vectors=sources["vectors"]))
+
+
+@pytest.mark.parametrize(("rank", "devices"), [("0", ["cuda:0", "cuda:1"]), ("1", ["cuda:2", "cuda:3"])])
+def test_every_process_of_torchrun_has_gpus_of_its_own(
+    rank: str, devices: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(workers, "resolve_device", lambda _: "cuda")
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 4)
+    monkeypatch.setenv("LOCAL_RANK", rank)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    config = augmenting.settings(masked_lm="x")
+    assert workers.Workers(config, processes=2, device="auto")._devices == devices
+    with pytest.raises(ConfigError, match="6 processes were asked for and there are 4 GPUs"):
+        workers.Workers(config, processes=3, device="auto")
 
 
 def _ended(*_: object) -> None:
@@ -192,3 +238,28 @@ def test_without_a_masked_lm_no_model_library_is_loaded(sources: dict[str, Any])
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, check=True, timeout=60)
     assert json.loads(done.stdout) == [3, False, False, False]
+
+
+def test_duplicates_are_told_of_the_row_that_was_given(sources: dict[str, Any]) -> None:
+    found = list(augment(["good film", "!!! 42"], copies=60, **sources))
+    assert found[0].duplicates > 0
+    assert {row.duplicates for row in found[1:]} == {0}
+
+
+def test_a_regression_is_refused_where_there_are_no_labels(sources: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=r"augment.regression is true; augment\(\) sees no labels, .*; drop the key"):
+        next(augment(["good film"], copies=1, regression=True, **sources))
+
+
+def test_words_of_several_pieces_have_neighbours_under_numpy_2(
+    sources: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Defect s of the published code: a name that NumPy 2 lacks was used at the first word of several pieces."""
+    for name in ("Inf", "Infinity", "infty", "NaN", "PINF", "NINF", "float_", "product", "in1d"):
+        monkeypatch.delattr(np, name, raising=False)
+    assert not {"yawning", "sleepy"} & set(PIECES)
+    vectors = augmenting.glove(tmp_path / "vectors.txt", {"yawning": (1, 0.1), "sleepy": (1, 0.2), "good": (0, 1)})
+    rows = list(augment(["a yawning ..."], copies=9, **sources | {"vectors": vectors}))
+    assert [row.texts for row in rows][:1] == [("a yawning ...",)]
+    assert {row.texts for row in rows[1:]} == {("a sleepy ...",), ("a good ...",)}
+    assert [row.by_vectors for row in rows] == [0, 1, 1]

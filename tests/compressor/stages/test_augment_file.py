@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import json
 from pathlib import Path
 from typing import Any
@@ -11,33 +12,21 @@ import pyarrow.parquet as pq
 import pytest
 
 from compressor import tables
-from compressor.cli_augment import augment_file as command
 from compressor.config import AugmentConfig
-from compressor.errors import CompressorError, ConfigError, DataError, ModelError
+from compressor.errors import ConfigError, DataError, ModelError
+from compressor.stages.augment import blocks, engine, stage
 from compressor.stages.augment import file as module
 from compressor.stages.augment.file import Columns, augment_file
 from tests import augmenting, tiny
+from tests.augmenting import RECORDS, read, table
 
-ROWS: list[dict[str, Any]] = [
-    {"id": "7", "review": 'The film is "good",\nthe plot is NOT.', "stars": "4"},
-    {"id": "8", "review": "!!! 42", "stars": ""},
-    {"id": "9", "review": "A Bad film", "stars": "1"},
-]
 REVIEW = Columns(text="review")
+SCORE = Columns(text="review", label="n")
 
 
 @pytest.fixture
 def config(tmp_path: Path) -> AugmentConfig:
     return augmenting.settings(vectors=augmenting.glove(tmp_path / "vectors.txt"))
-
-
-def table(path: Path, rows: list[dict[str, Any]] = ROWS) -> Path:
-    tables.write(path, iter(rows))
-    return path
-
-
-def read(path: Path) -> list[dict[str, Any]]:
-    return [fields for _, fields in tables.records(path)]
 
 
 @pytest.mark.parametrize("ending", ["csv", "jsonl", "parquet"])
@@ -51,7 +40,7 @@ def test_rows_come_with_their_copies_and_all_columns(
     assert [list(row) for row in found] == [["id", "review", "stars", "origin"]] * len(found)
     origins = [int(row["origin"]) for row in found]
     assert origins == [0] * 4 + [1] + [2] * 4
-    for number, row in enumerate(ROWS):
+    for number, row in enumerate(RECORDS):
         made = [row for row, origin in zip(found, origins, strict=True) if origin == number]
         assert {name: made[0][name] for name in row} == row
         assert all((copy["id"], copy["stars"]) == (row["id"], row["stars"]) for copy in made)
@@ -88,6 +77,16 @@ def test_of_a_pair_one_text_changes_at_a_time(tmp_path: Path, config: AugmentCon
     assert all((copy["a"] != first["a"]) + (copy["b"] != first["b"]) == 1 for copy in copies)
 
 
+@pytest.mark.parametrize("nothing", [None, ""])
+@pytest.mark.parametrize("empty", ["a", "b"])
+def test_of_a_pair_the_text_that_stays_stays_nothing(
+    tmp_path: Path, config: AugmentConfig, empty: str, nothing: str | None
+) -> None:
+    source = table(tmp_path / "in.jsonl", [{"a": "good film", "b": "good film"} | {empty: nothing}])
+    augment_file(source, tmp_path / "out.jsonl", Columns(text="a", text_b="b"), config, seed=0)
+    assert [row[empty] for row in read(tmp_path / "out.jsonl")] == [nothing] * 4
+
+
 def test_cells_without_text_stay_empty(tmp_path: Path, config: AugmentConfig) -> None:
     source = table(tmp_path / "in.jsonl", [{"review": None}, {"review": ""}, {"review": "good"}])
     augment_file(source, tmp_path / "out.jsonl", REVIEW, config, seed=0)
@@ -102,6 +101,15 @@ def test_parquet_keeps_the_types_of_columns(tmp_path: Path, config: AugmentConfi
     assert pq.read_schema(tmp_path / "out.parquet") == schema.append(pa.field("origin", pa.int64()))
 
 
+def test_bytes_are_refused_before_any_work(
+    tmp_path: Path, config: AugmentConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pq.write_table(pa.table({"review": ["a good film"] * 2, "raw": [None, b"a"]}), tmp_path / "in.parquet")
+    monkeypatch.setattr(module, "make_blocks", lambda *_, **__: pytest.fail("work began"))
+    with pytest.raises(DataError, match=r"in.parquet, row 2: column 'raw': .* bytes b'a', .*; write .parquet"):
+        augment_file(tmp_path / "in.parquet", tmp_path / "out.csv", REVIEW, config, seed=0)
+
+
 @pytest.mark.parametrize(
     ("rows", "columns", "reason"),
     [
@@ -111,6 +119,14 @@ def test_parquet_keeps_the_types_of_columns(tmp_path: Path, config: AugmentConfi
         ([{"review": "a"}], Columns(text="review", text_b="revue"), r"no column 'revue'; did you mean 'review'\?"),
         ([{"review": "a"}], Columns(text="review", label="stars"), r"no column 'stars'"),
         ([], REVIEW, r"in.jsonl has no rows"),
+        ([{"review": "a", "n": 1}, {"review": "b"}], REVIEW, r"line 2 has columns 'review', and the first"),
+        ([{"review": "a"}, {"review": "b", "n": 1}], REVIEW, r"line 2 has columns 'review', 'n', and the first"),
+        (
+            [{"review": "a", "n": "4"}, {"review": "b", "n": "3.8"}],
+            SCORE,
+            r"line 2: column 'n' holds the score 3.8, wh",
+        ),
+        ([{"review": "a", "n": 0.25}], SCORE, r"score 0.25, .*; set regression \(--regression\) if that is what"),
     ],
 )
 def test_mistakes_are_named_before_anything_is_written(
@@ -122,15 +138,152 @@ def test_mistakes_are_named_before_anything_is_written(
     assert not list(tmp_path.glob("out*"))
 
 
+def test_scores_are_copied_if_that_is_asked_for_and_whole_numbers_anyway(tmp_path: Path, config: AugmentConfig) -> None:
+    for values, regression in ([0.5, 4.0], True), (["1", "2.0"], False), (["nan", "a.b"], False), ([None, True], False):
+        rows = [{"review": "good film", "n": value} for value in values]
+        asked = config.model_copy(update={"regression": regression})
+        augment_file(table(tmp_path / "in.jsonl", rows), tmp_path / "out.jsonl", SCORE, asked, seed=0)
+        assert [row["n"] for row in read(tmp_path / "out.jsonl")] == [value for value in values for _ in range(4)]
+
+
+def test_mistakes_of_types_are_named_before_any_work(
+    tmp_path: Path, config: AugmentConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "make_blocks", lambda *_, **__: pytest.fail("work began"))
+    source = table(tmp_path / "in.jsonl", [{"review": "a", "n": 1}, {"review": "b", "n": "two"}])
+    with pytest.raises(DataError, match=r"in.jsonl, line 2 does not fit its columns' types .*; write .jsonl"):
+        augment_file(source, tmp_path / "out.parquet", REVIEW, config, seed=0)
+    with pytest.raises(DataError, match=r"out.xlsx ends in '.xlsx'"):
+        augment_file(source, tmp_path / "out.xlsx", REVIEW, config, seed=0)
+    with pytest.raises(DataError, match=r"copies cannot be made in .*: No such file or directory"):
+        augment_file(source, tmp_path / "nowhere" / "out.csv", REVIEW, config, seed=0)
+
+
+def test_a_column_that_is_empty_for_long_has_its_type_all_the_same(
+    tmp_path: Path, config: AugmentConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tables, "ROWS_SEEN", 1)
+    rows = [{"review": "good film", "n": value} for value in (None, 1, 2.5)]
+    augment_file(table(tmp_path / "in.jsonl", rows), tmp_path / "out.parquet", REVIEW, config, seed=0)
+    assert {row["n"] for row in read(tmp_path / "out.parquet")} == {None, 1.0, 2.5}
+
+
+def test_what_was_made_is_counted(tmp_path: Path, config: AugmentConfig) -> None:
+    source = table(tmp_path / "in.csv")
+    facts = augment_file(source, tmp_path / "a.csv", REVIEW, config.model_copy(update={"copies": 60}), seed=1)
+    found = list(engine.augmented([row["review"] for row in RECORDS], config.model_copy(update={"copies": 60}), seed=1))
+    assert facts["duplicates"] == sum(row.duplicates for row in found) > 0
+    assert facts["rows_without_words"] == 1
+    assert (facts["share_by_masked_lm"], facts["share_by_vectors"]) == (0, 1)
+    both = config.model_copy(update={"masked_lm": augmenting.saved_masked_lm(tmp_path / "lm")})
+    facts = augment_file(source, tmp_path / "b.csv", REVIEW, both, seed=1)
+    assert facts["share_by_masked_lm"] == 1 - facts["share_by_vectors"] > 0.9
+
+
+def test_an_interrupted_file_goes_on_from_what_is_finished(
+    tmp_path: Path, config: AugmentConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Defect q of the published code."""
+    source, out = table(tmp_path / "in.csv"), tmp_path / "out.csv"
+    augment_file(source, tmp_path / "whole.csv", REVIEW, config, seed=1)
+    monkeypatch.setattr(blocks, "ROWS_AT_ONCE", 1)
+    work, done = stage.write_rows, list[int]()
+
+    def stopped(tools: Any, of: Any, block: int, *rest: Any) -> None:
+        if len(done) == 2:
+            raise KeyboardInterrupt
+        done.append(block)
+        work(tools, of, block, *rest)
+
+    monkeypatch.setattr(stage, "write_rows", stopped)
+    with pytest.raises(KeyboardInterrupt):
+        augment_file(source, out, REVIEW, config, seed=1)
+    assert not out.exists()
+    done.clear()
+    with pytest.raises(KeyboardInterrupt):  # of another seed nothing is finished
+        augment_file(source, out, REVIEW, config, seed=2)
+    done.clear()
+    with pytest.raises(KeyboardInterrupt):
+        augment_file(source, out, REVIEW, config, seed=1)
+    done.clear()
+    augment_file(source, out, REVIEW, config, seed=1)
+    assert done == [2]
+    assert out.read_bytes() == (tmp_path / "whole.csv").read_bytes()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["in.csv", "out.csv", "vectors.txt", "whole.csv"]
+
+
+def test_a_folder_of_somebody_else_is_left_alone(tmp_path: Path, config: AugmentConfig) -> None:
+    (tmp_path / "out.csv.partial").mkdir()
+    (tmp_path / "out.csv.partial" / "thesis.txt").write_text("all of it")
+    with pytest.raises(DataError, match=r"out.csv.partial is in the way and was not made by this command; move it"):
+        augment_file(table(tmp_path / "in.csv"), tmp_path / "out.csv", REVIEW, config, seed=0)
+    assert (tmp_path / "out.csv.partial" / "thesis.txt").read_text() == "all of it"
+
+
+def test_a_second_command_for_the_same_file_is_refused(
+    tmp_path: Path, config: AugmentConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, out, work = table(tmp_path / "in.csv"), tmp_path / "out.csv", stage.write_rows
+    refused = list[str]()
+
+    def twice(*arguments: Any) -> None:
+        with pytest.raises(DataError) as found:
+            augment_file(source, out, REVIEW, config, seed=1)
+        refused.append(str(found.value))
+        work(*arguments)
+
+    monkeypatch.setattr(stage, "write_rows", twice)
+    augment_file(source, out, REVIEW, config, seed=1)
+    assert refused == [f"another command writes {out} now; wait for it, or choose another OUT"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["in.csv", "out.csv", "vectors.txt"]
+
+
+def test_a_folder_whose_removal_was_interrupted_is_still_known(
+    tmp_path: Path, config: AugmentConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, out, unlink = table(tmp_path / "in.csv"), tmp_path / "out.csv", Path.unlink
+
+    def stopped(path: Path, **options: bool) -> None:
+        if path.parent.suffix == ".partial" and path.name.startswith("rows-"):
+            raise KeyboardInterrupt
+        unlink(path, **options)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "unlink", stopped)
+        with pytest.raises(KeyboardInterrupt):
+            augment_file(source, out, REVIEW, config, seed=1)
+    before = out.read_bytes()
+    augment_file(source, out, REVIEW, config, seed=1)
+    assert out.read_bytes() == before
+    assert not (tmp_path / "out.csv.partial").exists()
+
+
+@pytest.mark.parametrize("line", ["lost", "3\tgood film\t1\t2"])
+def test_a_row_with_too_few_or_too_many_columns_is_named(tmp_path: Path, config: AugmentConfig, line: str) -> None:
+    """Defect k of the published code."""
+    (tmp_path / "in.tsv").write_text(f"id\treview\tstars\n1\tgood film\t4\n{line}\n", encoding="utf-8")
+    with pytest.raises(DataError, match=r"in.tsv, line 3: \d columns; a row needs 3; correct or drop it"):
+        augment_file(tmp_path / "in.tsv", tmp_path / "out.csv", REVIEW, config, seed=0)
+
+
+def test_an_ordinary_reader_gets_an_unbalanced_quote_back(tmp_path: Path, config: AugmentConfig) -> None:
+    """Defect j of the published code."""
+    rows = [{"review": '5" film, "good', "n": '"'}, {"review": 'he said: "bad plot', "n": '""'}]
+    augment_file(table(tmp_path / "in.jsonl", rows), tmp_path / "out.csv", REVIEW, config, seed=0)
+    with (tmp_path / "out.csv").open(encoding="utf-8", newline="") as file:
+        found = list(csv.DictReader(file))
+    assert found == read(tmp_path / "out.csv")
+    assert [{**rows[number], "origin": str(number)} in found for number in range(2)] == [True, True]
+    assert [row["n"] for row in found] == ['"'] * 4 + ['""'] * 4
+
+
 def test_a_file_of_an_unknown_kind_is_refused(tmp_path: Path, config: AugmentConfig) -> None:
     with pytest.raises(DataError, match=r"out.xlsx ends in '.xlsx'; data files end in"):
         augment_file(table(tmp_path / "in.csv"), tmp_path / "out.xlsx", REVIEW, config, seed=0)
 
 
 def test_what_cannot_be_written_leaves_nothing_behind(tmp_path: Path, config: AugmentConfig) -> None:
-    with pytest.raises(
-        DataError, match=r"row 1 to be written has a tab or line end .*; write .csv, .jsonl or .parquet"
-    ):
+    with pytest.raises(DataError, match=r"in.csv, line 3 has a tab or line end .*; write .csv, .jsonl or .parquet"):
         augment_file(table(tmp_path / "in.csv"), tmp_path / "out.tsv", REVIEW, config, seed=0)
     assert not list(tmp_path.glob("out*"))
 
@@ -184,6 +337,27 @@ def test_copies_that_the_teacher_labels_otherwise_are_left_out(
     assert "dropped_rows" not in plain
 
 
+def test_of_long_rows_fewer_are_judged_at_a_time(
+    tmp_path: Path, config: AugmentConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = []
+
+    class Counting(ByWord):
+        def probabilities(self, rows: list[tuple[str, ...]]) -> list[list[float]]:
+            asked.append(sum(len(text) for (text,) in rows))
+            return super().probabilities(rows)
+
+    monkeypatch.setattr(module, "Teacher", Counting)
+    teacher, source = tiny.checkpoint(tmp_path / "teacher"), table(tmp_path / "in.csv", LABELLED)
+    augment_file(source, tmp_path / "a.csv", KIND, dropping(config), teacher=teacher, seed=0)
+    assert len(asked) == 1
+    monkeypatch.setattr(engine, "CHARACTERS_AT_ONCE", 30)
+    augment_file(source, tmp_path / "b.csv", KIND, dropping(config), teacher=teacher, seed=0)
+    assert len(asked) > 3
+    assert max(asked[1:]) < 30 + len("picture picture")
+    assert (tmp_path / "a.csv").read_bytes() == (tmp_path / "b.csv").read_bytes()
+
+
 def test_a_real_teacher_is_asked(tmp_path: Path, config: AugmentConfig) -> None:
     teacher = tiny.checkpoint(tmp_path / "teacher", tiny.lively(tiny.bert()))
     source = table(tmp_path / "in.csv", LABELLED)
@@ -227,29 +401,3 @@ def test_a_teacher_that_is_none_is_refused(tmp_path: Path, config: AugmentConfig
 
 
 # ---- the command
-
-
-def test_the_command_writes_the_file_and_says_what_was_made(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    source, out, vectors = table(tmp_path / "in.csv"), tmp_path / "out.jsonl", augmenting.glove(tmp_path / "v.txt")
-    done = tiny.run("augment-file", source, out, "--text", "review", "--copies", 2, "--vectors", vectors)
-    assert done.returncode == 0, done.stderr.decode()
-    count = len(read(out))
-    assert done.stdout.decode().startswith(f"{out}: {count} rows, from 3; ")
-    with pytest.raises(ConfigError, match=r"out.jsonl is there already; give another OUT, or --overwrite to replace"):
-        command(source, out, text="review", copies=2, vectors=vectors)
-    command(source, out, text="review", copies=2, vectors=vectors, overwrite=True, as_json=True)
-    assert json.loads(capsys.readouterr().out)["written_rows"] == count
-
-
-@pytest.mark.parametrize(
-    ("source", "out", "reason"),
-    [
-        ("nowhere.csv", "out.csv", "is no file"),
-        ("in.csv", "in.csv", "IN and OUT are both"),
-        ("in.csv", ".", "there already"),
-    ],
-)
-def test_the_command_refuses_wrong_places(tmp_path: Path, source: str, out: str, reason: str) -> None:
-    table(tmp_path / "in.csv")
-    with pytest.raises(CompressorError, match=reason):
-        command(tmp_path / source, tmp_path / out, text="review", overwrite=True)

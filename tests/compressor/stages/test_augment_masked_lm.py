@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import shutil
+import unicodedata
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -13,7 +15,8 @@ from safetensors.torch import load_file
 from transformers import BertModel
 
 from compressor.errors import ModelError
-from compressor.stages.augment.masked_lm import MaskedLM, load_masked_lm
+from compressor.stages.augment import masked_lm
+from compressor.stages.augment.masked_lm import WORDS_APART, MaskedLM, load_masked_lm
 from compressor.stages.augment.words import ENGLISH, Word, eligible_words
 from tests import augmenting
 from tests.augmenting import CONTENT, PIECES, WINDOW
@@ -89,6 +92,22 @@ def test_only_a_word_that_is_one_piece_has_answers(word: str, whole: bool) -> No
     assert bool(found) == whole
 
 
+@pytest.mark.parametrize(("cut", "whole"), [(1, False), (2, False), (3, False), (5, True)])
+def test_a_piece_that_shares_its_characters_with_another_is_not_a_word(cut: int, whole: bool) -> None:
+    """Such tokenizers take Hangul apart: a piece can end or begin within a character, and span the whole word."""
+    letters = unicodedata.normalize("NFD", "사랑")
+    lm = made((*PIECES, letters[:cut], f"##{letters[cut:]}"))
+    (found,) = lm.answers([place("a 사랑 film", "사랑")], 5)
+    assert bool(found) == whole
+
+
+@pytest.mark.parametrize("words", [17, 18, 100])
+def test_a_window_that_is_no_multiple_of_eight_is_not_padded_over(words: int) -> None:
+    text = " ".join(["film"] * words)
+    (found,) = made(window=20).answers([(text, eligible_words(text))], 3)
+    assert len(found) == words
+
+
 def test_control_characters_do_not_move_the_words() -> None:
     text = "a\x00 good\x1b film\u200b ."
     lm = made()
@@ -103,7 +122,7 @@ def test_a_text_over_the_window_is_read_where_the_word_is(words: int, where: flo
     before = int(where * (words - 1))
     text = " ".join(["good"] * before + ["film"] + ["bad"] * (words - 1 - before))
     (one,) = made()._passes([place(text, "film")])
-    mask = one.mask
+    ((mask, *_),) = one.masks
     assert len(one.ids) == min(words + 2, WINDOW)
     assert (one.ids[0], one.ids[mask], one.ids[-1]) == (2, 4, 3)
     assert one.ids[1:mask] == [PIECES.index("good")] * (mask - 1)
@@ -125,14 +144,65 @@ def test_every_word_of_a_long_text_has_answers(word: str) -> None:
 TEXTS = ("a good film", "film", "the plot is bad , the film is good , the end", "a film . " * 9, "bad")
 
 
-def test_answers_do_not_depend_on_what_is_asked_beside_or_on_threads() -> None:
+@pytest.mark.parametrize("apart", [3, WORDS_APART])
+def test_answers_do_not_depend_on_what_is_asked_beside_or_on_threads(apart: int) -> None:
     """Defect n of the published code is gone, and batches leave no trace."""
     asked = [(text, eligible_words(text)) for text in TEXTS]
-    together = made(threads=3).answers(asked, 5)
-    lm = made()
+    together = made(threads=3, apart=apart).answers(asked, 5)
+    lm = made(apart=apart)
     assert [lm.answers([one], 5)[0] for one in asked] == together
     assert lm.answers(asked[::-1], 5)[::-1] == together
     assert lm.answers(asked * 40, 5) == together * 40
+
+
+def test_groups_leave_no_trace_and_bound_what_is_in_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = [(text, eligible_words(text)) for text in TEXTS * 3]
+    lm = made()
+    expected = lm.answers(asked, 5)
+    listed = []
+    batches = lm._batches
+    monkeypatch.setattr(lm, "_batches", lambda passes: listed.append(len(passes)) or batches(passes))
+    for passes, texts in ((1, 1), (4, 2), (7, 100)):
+        monkeypatch.setattr(masked_lm, "PASSES_AT_ONCE", passes)
+        monkeypatch.setattr(masked_lm, "TEXTS_AT_ONCE", texts)
+        assert lm.answers(asked, 5) == expected
+        assert max(listed) == passes
+        listed.clear()
+
+
+@pytest.mark.parametrize(("apart", "passes"), [(1, 1), (2, 2), (5, 5), (20, 20), (1000, 30)])
+def test_words_far_enough_apart_are_masked_in_one_pass(apart: int, passes: int) -> None:
+    words = 30
+    text = " ".join(["film", "plot", "good"] * 10)
+    found = list(made(window=64, apart=apart)._passes([(text, eligible_words(text))]))
+    plain = [PIECES.index(word) for word in text.split()]
+    assert len(found) == passes
+    assert sorted(mask.start for one in found for mask in one.masks) == [5 * number for number in range(words)]
+    for one in found:
+        places = [mask.place for mask in one.masks]
+        assert all(after - before >= apart for before, after in itertools.pairwise(places))
+        shown = list(one.ids)
+        for mask in one.masks:
+            assert shown[mask.place] == 4
+            shown[mask.place] = mask.token
+        assert shown == [2, *plain, 3]
+
+
+def test_each_window_has_passes_of_its_own() -> None:
+    text = " ".join(["film"] * 40)
+    found = list(made(apart=1)._passes([(text, eligible_words(text))]))
+    assert sum(len(one.masks) for one in found) == 40
+    assert {len(one.ids) for one in found} == {WINDOW}
+    assert len(found) == 5  # 14 tokens from the 1st, 8th, 15th, 22nd and 27th
+
+
+def test_words_of_one_pass_are_hidden_from_each_other() -> None:
+    text = "film " + "x " * 20 + "plot"
+    alone, together = (
+        made(window=64, apart=apart).answers([(text, eligible_words(text))], 5)[0] for apart in (1000, 5)
+    )
+    assert alone.keys() == together.keys() == {0, len(text) - 4}
+    assert alone != together
 
 
 def test_batches_have_a_few_shapes_and_hold_every_pass_once() -> None:
@@ -187,3 +257,20 @@ def test_a_head_for_another_vocabulary_is_refused(tmp_path: Path) -> None:
 
 def test_stop_words_are_no_answers_by_default() -> None:
     assert not ENGLISH & set(ask(made(), "a good film", "film"))
+
+
+def test_a_tokenizer_that_is_not_the_models_is_refused(tmp_path: Path) -> None:
+    folder = augmenting.saved_masked_lm(tmp_path / "lm")
+    augmenting.tokenizer((*PIECES, "more")).save_pretrained(folder)
+    with pytest.raises(ModelError, match=r"the tokenizer has 27 tokens and the model 26 word embeddings; they do not"):
+        load_masked_lm(folder)
+
+
+@pytest.mark.parametrize("name", ["mask", "cls", "sep"])
+def test_a_tokenizer_that_cannot_mask_is_refused(tmp_path: Path, name: str) -> None:
+    folder = augmenting.saved_masked_lm(tmp_path / "lm")
+    tokenizer = augmenting.tokenizer()
+    setattr(tokenizer, f"{name}_token", None)
+    tokenizer.save_pretrained(folder)
+    with pytest.raises(ModelError, match=rf"lm: the tokenizer has no {name} token, and no word can be masked without"):
+        load_masked_lm(folder)

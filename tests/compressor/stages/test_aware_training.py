@@ -10,9 +10,11 @@ import numpy as np
 import pytest
 import torch
 
+from compressor import progress
 from compressor.artifact import Artifact
 from compressor.checkpoints import load_classifier
 from compressor.classifier_graph import ClassifierGraph
+from compressor.config import DistillConfig
 from compressor.dataset import Encoded
 from compressor.errors import GateError
 from compressor.evaluate import OnnxPredictor, TorchPredictor, predict
@@ -80,6 +82,16 @@ def test_a_rounded_product_has_the_gradient_of_a_plain_one() -> None:
         gradients.append(torch.autograd.grad(graph(x).sum(), (x, product.weight, product.bias)))
     for plain, rounded in zip(*gradients, strict=True):
         assert torch.allclose(plain, rounded, atol=0.05)
+
+
+def test_asking_the_teacher_shows_progress(
+    line: Line, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(progress, "LINE_EVERY_S", -1.0)
+    caplog.set_level("INFO")
+    rows = tiny.encoded(tmp_path, train=ROWS)
+    prepared(line, rows, 7)._teacher_logits(DistillConfig(objective="prediction", epochs=1, learning_rate=1e-3))
+    assert f"quantize asks the teacher {ROWS}/{ROWS}" in caplog.text
 
 
 def test_small_heads_are_left_as_they_are(line: Line) -> None:
