@@ -1,33 +1,27 @@
-"""The command line of the benchmarks. The only module here that writes to standard output."""
+"""The command line of the benchmarks, with the commands that measure what was made and what is served."""
 
 from __future__ import annotations
 
 import logging
-import shlex
 import sys
-from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated
 
 import typer
 
+from benchmarks import making
 from benchmarks.options import (
-    EMBEDDED_BASE,
-    EMBEDDED_VECTORS,
     JsonOption,
     OutOption,
     QuickOption,
     RepositoryOption,
     RunOption,
     SeedOption,
-    SeedsOption,
     ThreadsOption,
 )
+from benchmarks.show import command, show
 from compressor.errors import CompressorError
 from serving.errors import ServingError
-
-if TYPE_CHECKING:
-    from benchmarks.report import Table
 
 app = typer.Typer(
     add_completion=False,
@@ -96,109 +90,17 @@ def run_compare(
         price_per_core_hour=price,
         baseline=against,
         tolerance=tolerance,
-        command=_command(),
+        command=command(),
     )
     result = compare.compare(question)
     html = None if out is None else compare_page.html(result)
-    _show(result, compare_tables.tables(result), out, quick=quick, as_json=as_json, html=html)
+    show(result, compare_tables.tables(result), out, quick=quick, as_json=as_json, html=html)
     failed = compare.failures(result)
     if failed:
         raise ServingError(f"{failed} requests failed under load; their number stands beside each concurrency and rate")
     if "baseline" in result:
         baseline.check_baseline(result["baseline"])
     compare.check_targets(result)
-
-
-@app.command("train")
-def run_train(
-    corpus: Annotated[Path, typer.Option("--corpus", help="Folder made by `compressor corpus`: whose texts.")] = Path(
-        "runs/sst2/1-corpus"
-    ),
-    base: Annotated[str, typer.Option("--base", help="Source of the tokenizer.")] = EMBEDDED_BASE,
-    threads: ThreadsOption = None,
-    seed: SeedOption = 0,
-    quick: QuickOption = False,
-    out: OutOption = None,
-    as_json: JsonOption = False,
-) -> None:
-    """Rows per second of distillation steps, against one that works as the published code does; two processes.
-
-    Exits with 3 if a target is missed.
-    """
-    from benchmarks import train
-    from compressor.world import available_cores
-
-    plan = train.QUICK if quick else train.FULL
-    result = train.train(corpus, base, plan=plan, threads=threads or available_cores(), seed=seed, command=_command())
-    _show(result, train.tables(result), out, quick=quick, as_json=as_json)
-    if not quick:
-        train.check_targets(result)
-
-
-@app.command("data")
-def run_data(
-    texts: Annotated[
-        Path | None,
-        typer.Option("--texts", exists=True, help="TSV with columns sentence1, sentence2, as RTE's; else reviews."),
-    ] = None,
-    rows: Annotated[
-        int | None, typer.Option("--rows", min=100, help="Pairs to make from its sentences; 7,800,000 if not given.")
-    ] = None,
-    tokenizer: Annotated[str, typer.Option("--tokenizer", help="Source of the tokenizer.")] = EMBEDDED_BASE,
-    seed: SeedOption = 0,
-    quick: QuickOption = False,
-    out: OutOption = None,
-    as_json: JsonOption = False,
-) -> None:
-    """Tokenize, cache, map and iterate over MNLI-like pairs in two processes: time, disk and private memory.
-
-    Exits with 3 if a target is missed.
-    """
-    from benchmarks import data
-    from compressor.sources import model_folder
-
-    folder = model_folder(tokenizer, what="--tokenizer")
-    rows = rows or (data.QUICK_ROWS if quick else data.ROWS)
-    result = data.measure(texts, folder, rows=rows, seed=seed, command=_command())
-    _show(result, data.tables(result), out, quick=quick, as_json=as_json)
-    if not quick:
-        data.check_targets(result)
-
-
-@app.command("augment")
-def run_augment(
-    texts: Annotated[Path, typer.Option("--texts", exists=True, help="TSV with a column sentence, as SST-2's.")],
-    base: Annotated[str, typer.Option("--base", help="Source of the tokenizer.")] = EMBEDDED_BASE,
-    vectors: Annotated[str, typer.Option("--vectors", help="Source of the word vectors.")] = EMBEDDED_VECTORS,
-    processes: Annotated[
-        int | None, typer.Option("--processes", min=1, help="Of the stage with word vectors; all cores if not given.")
-    ] = None,
-    threads: ThreadsOption = None,
-    seed: SeedOption = 0,
-    quick: QuickOption = False,
-    out: OutOption = None,
-    as_json: JsonOption = False,
-) -> None:
-    """Rows per second of augmentation, against the published way; time and memory of a whole file.
-
-    Exits with 3 if a target is missed.
-    """
-    from benchmarks import augment
-    from compressor.world import available_cores
-
-    result = augment.measure(
-        texts,
-        base,
-        vectors,
-        plan=augment.QUICK if quick else augment.FULL,
-        processes=processes or available_cores(),
-        threads=threads or available_cores(),
-        seed=seed,
-        command=_command(),
-    )
-    _show(result, augment.tables(result), out, quick=quick, as_json=as_json)
-    if not quick:
-        augment.check_targets(result)
 
 
 @app.command("int8")
@@ -218,83 +120,10 @@ def run_int8(
     from compressor.world import available_cores
 
     threads = threads or available_cores()
-    result = int8.int8(run, threads=threads, seed=seed, quick=quick, command=_command())
-    _show(result, int8.tables(result), out, quick=quick, as_json=as_json)
+    result = int8.int8(run, threads=threads, seed=seed, quick=quick, command=command())
+    show(result, int8.tables(result), out, quick=quick, as_json=as_json)
     if not quick:
         int8.check_targets(result)
-
-
-@app.command("starts")
-def run_starts(
-    run: RunOption = Path("runs/sst2"),
-    starts: Annotated[
-        list[str] | None,
-        typer.Option("--start", help="student.init of one student, or NAME=SOURCE; once for each of them."),
-    ] = None,
-    seeds: SeedsOption = None,
-    students: Annotated[Path, typer.Option("--students", help="Folder that keeps the students.")] = Path("runs/starts"),
-    quick: QuickOption = False,
-    out: OutOption = None,
-    as_json: JsonOption = False,
-) -> None:
-    """Students that start from different weights, distilled with the same steps: half an epoch of each phase.
-
-    Takes minutes for each start and seed; what is in --students already is not repeated.
-    """
-    from benchmarks import starts as benchmark
-    from compressor.world import available_cores
-
-    named = dict(_named(start) for start in starts or ("project", "random"))
-    result = benchmark.compare_starts(
-        run,
-        named,
-        epochs=benchmark.QUICK_EPOCHS if quick else benchmark.EPOCHS,
-        seeds=seeds or ([1] if quick else [1, 2, 3]),
-        out=students / "quick" if quick else students,
-        threads=available_cores(),
-        command=_command(),
-    )
-    _show(result, benchmark.tables(result), out, quick=quick, as_json=as_json)
-
-
-@app.command("copies")
-def run_copies(
-    run: RunOption = Path("runs/sst2"),
-    copies: Annotated[
-        list[int] | None,
-        typer.Option(
-            "--copies", min=0, help="Augmented rows per original; once for each number; 0, 5, 20 if not given."
-        ),
-    ] = None,
-    masked_lm: Annotated[
-        str | None,
-        typer.Option("--masked-lm", help="Source of a masked language model; word vectors alone if not given."),
-    ] = None,
-    steps: Annotated[int | None, typer.Option("--steps", min=1, help="Steps of each phase; 500 if not given.")] = None,
-    seeds: SeedsOption = None,
-    students: Annotated[Path, typer.Option("--students", help="Folder that keeps the students.")] = Path("runs/copies"),
-    quick: QuickOption = False,
-    out: OutOption = None,
-    as_json: JsonOption = False,
-) -> None:
-    """Students trained on augmented rows, with the same number of steps for each number of copies.
-
-    Takes minutes for each number and seed; what is in --students already is not repeated.
-    """
-    from benchmarks import copies as benchmark
-    from compressor.world import available_cores
-
-    result = benchmark.compare_copies(
-        run,
-        ([0, 1] if quick else [0, 5, 20]) if copies is None else copies,
-        masked_lm=masked_lm,
-        steps_per_phase=steps or (5 if quick else 500),
-        seeds=seeds or ([1] if quick else [1, 2, 3]),
-        out=students / "quick" if quick else students,
-        threads=available_cores(),
-        command=_command(),
-    )
-    _show(result, benchmark.tables(result), out, quick=quick, as_json=as_json)
 
 
 @app.command("serve")
@@ -320,8 +149,8 @@ def run_serve(
 
     plan = serve.QUICK if quick else serve.FULL
     where = serve.Where(repository=repository, model=model, texts=texts, teacher=teacher)
-    result = serve.measure(where, plan=plan, threads=threads or available_cores(), seed=seed, command=_command())
-    _show(result, serve.tables(result), out, quick=quick, as_json=as_json)
+    result = serve.measure(where, plan=plan, threads=threads or available_cores(), seed=seed, command=command())
+    show(result, serve.tables(result), out, quick=quick, as_json=as_json)
     if not quick:
         serve.check_targets(result)
 
@@ -336,7 +165,7 @@ def run_scale(
     out: OutOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """What a call costs as tokens, batch, labels and clients grow; where that is not linear, and why.
+    """What a call costs as tokens, batch, labels and clients grow; where that is not linear.
 
     Starts Triton on the model repository. Takes some ten minutes.
     """
@@ -344,10 +173,8 @@ def run_scale(
     from compressor.world import available_cores
 
     plan = scale.QUICK if quick else scale.FULL
-    result = scale.scale(
-        run, repository, plan=plan, threads=threads or available_cores(), seed=seed, command=_command()
-    )
-    _show(result, scale.tables(result), out, quick=quick, as_json=as_json, html=scale.html(result))
+    result = scale.scale(run, repository, plan=plan, threads=threads or available_cores(), seed=seed, command=command())
+    show(result, scale.tables(result), out, quick=quick, as_json=as_json, html=scale.html(result))
 
 
 @app.command("soak")
@@ -366,45 +193,29 @@ def run_soak(
 ) -> None:
     """Mixed load, good and bad, slow and given up, on one server; every answer is checked, memory is watched.
 
-    Exits with 3 if an answer was wrong, memory grew, or the server died without being killed.
+    Exits with 3 if an answer was wrong, a request was lost while the server was up, the server died without being
+    killed, or memory grew. Memory is not judged with --kill, which starts the server again, nor in less than two
+    minutes; the result says so.
     """
     from benchmarks import serve, soak
     from compressor.world import available_cores
 
     where = serve.Where(repository=repository, model=model, texts=texts, teacher=False)
     minutes = minutes or (soak.QUICK_MINUTES if quick else soak.MINUTES)
-    result = soak.soak(where, minutes=minutes, kills=kills, threads=available_cores(), seed=seed, command=_command())
-    _show(result, soak.tables(result), out, quick=quick, as_json=as_json)
+    result = soak.soak(where, minutes=minutes, kills=kills, threads=available_cores(), seed=seed, command=command())
+    show(result, soak.tables(result), out, quick=quick, as_json=as_json)
     soak.check(result)
 
 
-def _named(start: str) -> tuple[str, str]:
-    name, _, source = start.rpartition("=")
-    return name or source, source
-
-
-def _command() -> str:
-    return shlex.join(["python", "-m", "benchmarks", *sys.argv[1:]])
-
-
-def _show(
-    result: Mapping[str, Any],
-    tables: Sequence[Table],
-    out: Path | None,
-    *,
-    quick: bool,
-    as_json: bool,
-    html: str | None = None,
-) -> None:
-    from benchmarks import report
-    from benchmarks.conditions import CONDITIONS
-
-    result = {"conditions": CONDITIONS.get(result["benchmark"]), **result, "quick": quick}
-    verdict = [result["verdict"]] if "verdict" in result else []
-    text = "\n\n".join([*verdict, report.headline(result), *(table.text() for table in tables)])
-    typer.echo(report.to_json(result) if as_json else text)
-    if out is not None:
-        report.write(out, result["benchmark"], result, tables, html)
+for name, run in (
+    ("train", making.run_train),
+    ("data", making.run_data),
+    ("augment", making.run_augment),
+    ("starts", making.run_starts),
+    ("copies", making.run_copies),
+    ("words-apart", making.run_words_apart),
+):
+    app.command(name)(run)
 
 
 def main() -> None:

@@ -7,11 +7,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from benchmarks.ratios import name_of
-from benchmarks.report import Table, number
+from benchmarks.ratios import QUALITY, name_of
+from benchmarks.report import MISSING, Table, number
 from compressor.errors import ArtifactError, GateError
 
 TOLERANCE = 0.1
+QUALITY_TOLERANCE = 0.01  # a tenth of the speed is a bad day, a tenth of the accuracy another model
 
 
 def read_baseline(file: Path, schema_version: int) -> dict[str, Any]:
@@ -36,14 +37,21 @@ def against_baseline(
 ) -> dict[str, Any]:
     """Each ratio that both have, and whether it regressed.
 
-    It did if it is lower by more than `tolerance` (a share) and the intervals, where there are any, do not overlap.
-    Raises ArtifactError if the earlier result is of another task.
+    It did if it is lower by more than `tolerance` (a share; of the task's metric `QUALITY_TOLERANCE` at most) and the
+    intervals do not overlap; without an interval nothing is known. Raises ArtifactError if the earlier result is of
+    another task, effort or number of threads, or has no ratio that this one has.
     """
-    if before["task"] != result["task"]:
-        raise ArtifactError(f"--baseline {file} is of the task {before['task']}, this run of {result['task']}")
+    for key, what in (("task", "task"), ("quick", "--quick"), ("threads", "--threads")):
+        if before[key] != result[key]:
+            raise ArtifactError(
+                f"--baseline {file} was measured with {what} {before[key]}, this run with {result[key]}; compare like "
+                "with like"
+            )
     was = {name_of(row): row for row in before["ratios"]}
     now = {name_of(row): row for row in result["ratios"]}
     rows = [_compared(now[name], was[name], tolerance) for name in now if name in was]
+    if not rows:
+        raise ArtifactError(f"--baseline {file} has no ratio that this run has; measure it again")
     return {
         "file": str(file),
         "command": before["command"],
@@ -57,8 +65,9 @@ def against_baseline(
 
 def _compared(now: Mapping[str, Any], was: Mapping[str, Any], tolerance: float) -> dict[str, Any]:
     fell_by = 1 - now["ratio"] / was["ratio"]
-    highest = now["ratio"] if now["interval_95"] is None else now["interval_95"][1]
-    lowest = was["ratio"] if was["interval_95"] is None else was["interval_95"][0]
+    if now["where"] in QUALITY:
+        tolerance = min(tolerance, QUALITY_TOLERANCE)
+    apart = None not in (now["interval_95"], was["interval_95"]) and now["interval_95"][1] < was["interval_95"][0]
     return {
         **{name: now[name] for name in ("figure", "where", "system", "than")},
         "was": was["ratio"],
@@ -66,7 +75,8 @@ def _compared(now: Mapping[str, Any], was: Mapping[str, Any], tolerance: float) 
         "is": now["ratio"],
         "is_95": now["interval_95"],
         "fell_by": fell_by,
-        "is_regression": fell_by > tolerance and highest < lowest,
+        "tolerance": tolerance,
+        "is_regression": fell_by > tolerance and apart,
     }
 
 
@@ -74,14 +84,15 @@ def check_baseline(found: Mapping[str, Any]) -> None:
     """Raise GateError that names each ratio that regressed, and by how much."""
     worse = [
         f"{row['figure']} of {row['system']} against {row['than']} ({row['where']}) fell by "
-        f"{100 * row['fell_by']:.1f} %, from {row['was']:.2f} to {row['is']:.2f} times"
+        f"{100 * row['fell_by']:.1f} % (allowed {100 * row['tolerance']:.0f} %), from {row['was']:.2f} to "
+        f"{row['is']:.2f} times"
         for row in found["compared"]
         if row["is_regression"]
     ]
     if worse:
         raise GateError(
-            f"{len(worse)} of {len(found['compared'])} ratios regressed by more than {100 * found['tolerance']:.0f} % "
-            f"since {found['file']}: {'; '.join(worse)}"
+            f"{len(worse)} of {len(found['compared'])} ratios regressed by more than allowed since {found['file']}: "
+            f"{'; '.join(worse)}"
         )
 
 
@@ -97,4 +108,5 @@ def table(found: Mapping[str, Any]) -> Table:
         ]
         for row in sorted(found["compared"], key=lambda row: -row["fell_by"])
     ]
+    rows += [[name, "", MISSING, "", "not measured now"] for name in found["only_before"]]
     return Table(f"Against {found['file']}", ["ratio", "was", "is", "change", ""], rows)

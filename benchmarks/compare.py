@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from benchmarks import baseline, cold, cost, report, served
+from benchmarks.bert_base import BERT_BASE, bert_base, write_repository
 from benchmarks.local import (
-    BERT_BASE,
     FULL,
     QUICK,
     REAL_TEXTS,
@@ -28,32 +29,34 @@ from benchmarks.local import (
     validation_texts,
 )
 from benchmarks.peers import PEERS, check_peers
-from benchmarks.ratios import ONE_TEXT, Standing, find, ratios, standing_of, targets
+from benchmarks.ratios import BATCHES, ONE_TEXT, Standing, find, ratios, standing_of, targets
 from benchmarks.runs import Run, forms_of, open_run
 from benchmarks.text_to_label import measure_texts
 from compressor.errors import GateError
 from compressor.evaluate import METRIC_NAMES, Logits, queries
 from compressor.report_answers import calibrations, disagreements
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 HEADLINE_SHAPE = "1x32"
 ALONE = (("p50", REAL_TEXTS), ("text to label p50", ONE_TEXT))
 """Ratios to peers that the verdict tells: of one real text."""
 CONDITIONS = {
     "in_process": "one process, token ids in, logits out (tokenizing is timed apart); systems take turns, each turn "
-    "after a pause and unmeasured calls; real texts are the validation texts at their own lengths, seeded; a "
-    f"shape BxT is B rows of T real tokens; throughput is batches of {THROUGHPUT_BATCH} real texts, padded to the "
-    "longest, all texts over all time",
-    "text_to_label": "one process, texts in, labels out, tokenizer included; the same texts in one order, in turns",
+    "after a pause and unmeasured calls; real texts are validation texts, in each round the same few for every system, "
+    "padded to a multiple of 8 tokens; a shape BxT is B rows of T real tokens; throughput is batches of "
+    f"{THROUGHPUT_BATCH} real texts, padded to the longest, all texts over all time",
+    "text_to_label": "one process, texts in, labels out, tokenizer included; in each round the same few texts for "
+    "every system, in turns",
     "start": "a new Python process for each; until its first answer; the files are in the system's cache, except for "
     "the first start after a while",
-    "processor_time": "of all threads of the process; a library's threads that spin while they wait count as work",
-    "served": "Triton on the same machine, text in, label out; gRPC, one text per request, from one client process "
-    "which shares the cores with the server; models take turns. Closed loop: a thread per client, which sends when its "
-    "last request is answered. Open loop: requests at random moments planned in advance, waited for from the planned "
-    "moment",
-    "ratios": "geometric mean over the rounds with Student's t interval; the systems of a round were measured one "
-    "after the other",
+    "processor_time": "of all threads of the process, token ids in, logits out, no server; a library's threads that "
+    "spin while they wait count as work",
+    "served": "Triton, on the same machine unless --url names another, text in, label out; gRPC, one text per request, "
+    "from one client process which shares the cores with the server; models take turns, BERT-base on a server of its "
+    "own. Closed loop: a thread per client, which sends when its last request is answered. Open loop: requests at "
+    "random moments planned in advance, waited for from the planned moment",
+    "ratios": "Hodges-Lehmann estimate over the rounds with Wilcoxon's 95 % interval (Student's t under six rounds); "
+    "the systems of a round were measured one after the other",
 }
 
 
@@ -88,8 +91,11 @@ def compare(question: Question) -> dict[str, Any]:
     run = open_run(question.run)
     if question.url is None:
         served.check_repository(run, question.repository)
-    effort = QUICK if question.quick else FULL
-    result = {
+    served.check_server(run, question.repository, question.url)
+    with _untrained(run, question):
+        pass  # it starts: better known now than after half an hour
+    effort, begun = QUICK if question.quick else FULL, report.Begun()
+    result: dict[str, Any] = {
         "benchmark": "compare",
         "schema_version": SCHEMA_VERSION,
         "verdict": "",
@@ -100,17 +106,29 @@ def compare(question: Question) -> dict[str, Any]:
         "url": question.url,
         "quick": question.quick,
         "price_per_core_hour": question.price_per_core_hour,
-        **report.context(command=question.command, seed=question.seed, threads=question.threads),
         "conditions": CONDITIONS,
         "systems": _about(question.wanted),
     }
     logits = _measure_in_process(run, question, result)
-    with served.server(question.repository, question.url) as running:
+    with served.server(question.repository, question.url) as running, _untrained(run, question) as untrained:
         result["served"] = served.measure_served(
-            run, running, logits[STUDENT], effort, rates_per_s=question.rates_per_s, seed=question.seed
+            run,
+            running,
+            logits[STUDENT],
+            effort,
+            untrained=untrained,
+            rates_per_s=question.rates_per_s,
+            seed=question.seed,
         )
+        for facts in result["served"].values():
+            for row in facts["load"]:
+                spent = row["server_cpu_s_per_1000_texts"]
+                row["price_per_million_texts"] = (
+                    None if spent is None else cost.price(spent, question.price_per_core_hour)
+                )
+        result["time_split_ms"] = served.time_split_ms(run, running, effort, question.seed)
         result["server"] = {"ready_s": running.ready_s, "uss_bytes": running.memory_bytes()}
-    result["time_split_ms"] = time_split_ms(result)
+    result |= report.context(begun, command=question.command, seed=question.seed, threads=question.threads)
     result["ratios"] = ratios(result)
     result["targets"] = targets(result["ratios"], result["overhead"]["share"])
     result["verdict"] = verdict(result)
@@ -118,6 +136,22 @@ def compare(question: Question) -> dict[str, Any]:
         found = baseline.against_baseline(result, before, file=question.baseline, tolerance=question.tolerance)
         result["baseline"] = found
     return result
+
+
+@contextmanager
+def _untrained(run: Run, question: Question) -> Iterator[dict[str, served.Server]]:
+    """The server of BERT-base, if it is wanted and the others are on this machine."""
+    if not question.wanted.bert_base or question.url is not None:
+        yield {}
+        return
+    from compressor.checkpoints import load_tokenizer
+
+    with tempfile.TemporaryDirectory() as root:
+        model = bert_base(run.task, len(load_tokenizer(run.teacher.path)))
+        write_repository(model, run, Path(root), question.threads)
+        del model
+        with served.server(Path(root), None) as running:
+            yield {BERT_BASE: running}
 
 
 def _measure_in_process(run: Run, question: Question, result: dict[str, Any]) -> dict[str, Logits]:
@@ -152,23 +186,6 @@ def _measure_in_process(run: Run, question: Question, result: dict[str, Any]) ->
     result["disagreements"] = disagreements(run.task, texts, label_N, chosen)
     result["calibration"] = calibrations(run.task, {TEACHER: logits[TEACHER], STUDENT: logits[STUDENT]}, label_N)
     return logits
-
-
-def time_split_ms(result: Mapping[str, Any]) -> dict[str, dict[str, float]]:
-    """By served model with a graph of its own: p50 of one client's request, in ms, and what of it is not the rest.
-
-    Tokenizer and graph are what they take in process; all else is on the way: client, sockets, server, its queue.
-    """
-    found = {}
-    for name, facts in result["served"].items():
-        system = "teacher_onnx" if name.endswith("_teacher") else STUDENT
-        if not name.endswith("_cascade"):
-            alone = next(row["p50_ms"] for row in facts["load"] if row["concurrency"] == 1)
-            tokenizer = result["tokenizer"]["p50_ms"]
-            graph = result["in_process"][system]["latency"][REAL_TEXTS]["p50_ms"]
-            rest = max(0.0, alone - tokenizer - graph)
-            found[name] = {"tokenizer": tokenizer, "graph": graph, "server_and_client": rest}
-    return found
 
 
 def _about(wanted: Wanted) -> dict[str, str]:
@@ -211,10 +228,9 @@ def headline_shape(system: Mapping[str, Any]) -> str:
 
 
 def _against_peers(result: Mapping[str, Any]) -> str:
-    """The tail of the verdict: how the student stands to each peer on one text."""
-    rows = [row for row in result["ratios"] if row["than"] in PEERS and (row["figure"], row["where"]) in ALONE]
-    if not rows:
-        return ""
+    """The tail of the verdict: how the student stands to each peer on one text, and which is faster in batches."""
+    rows = [row for row in result["ratios"] if row["than"] in PEERS]
+    one = [row for row in rows if (row["figure"], row["where"]) in ALONE]
     said = {
         Standing.AHEAD: "it is faster than",
         Standing.OPEN: "the rounds cannot tell it from",
@@ -222,9 +238,12 @@ def _against_peers(result: Mapping[str, Any]) -> str:
     }
     parts = []
     for standing, words in said.items():
-        names = [f"{row['than']} ({row['ratio']:.2g} times)" for row in rows if standing_of(row) is standing]
+        names = [f"{row['than']} ({row['ratio']:.2g} times)" for row in one if standing_of(row) is standing]
         parts += [f"{words} {', '.join(names)}"] if names else []
-    return f"; on one text {'; '.join(parts)}"
+    found = f"; on one text {'; '.join(parts)}" if parts else ""
+    slower = [row for row in rows if row["where"] == BATCHES and standing_of(row) is Standing.BEHIND]
+    names = [f"{row['than']} ({row['ratio']:.2g} times)" for row in slower]
+    return f"{found}; in batches it is slower than {', '.join(names)}" if names else found
 
 
 def failures(result: Mapping[str, Any]) -> int:

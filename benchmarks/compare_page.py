@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from benchmarks import compare_tables
+from benchmarks import compare_tables, report
 from benchmarks.compare import headline_shape
 from benchmarks.compare_tables import named
 from benchmarks.local import STUDENT
@@ -18,7 +18,13 @@ def html(result: Mapping[str, Any]) -> str:
     # Percentiles of ten shapes side by side do not fit on a page; they are in the JSON and the Markdown.
     tables["in_process"] = compare_tables.p50_in_process(result)
     return page.render(
-        "compare.html", form="html", package="benchmarks", plots=plots(result), facts=result, tables=tables
+        "compare.html",
+        form="html",
+        package="benchmarks",
+        plots=plots(result),
+        facts=result,
+        other_work=report.other_work(result),
+        tables=tables,
     )
 
 
@@ -53,9 +59,10 @@ def plots(result: Mapping[str, Any]) -> dict[str, str]:
         if known:
             name, labels = {"load": "closed_loop"}.get(kind, kind), (label, f"{latency[:3]} latency, ms, log scale")
             found[name] = _lines(name, known, labels, student)
-    split = {named(part): spent for part, spent in result["time_split_ms"][student[0]].items()}
-    label = f"{student[0]}: ms of a request's p50, one client"
-    found["time_split"] = page.svg("time_split", lambda axes: page.bars(axes, split, label, "{:.2f} ms"))
+    if result["time_split_ms"]:
+        split = {named(part): spent for part, spent in result["time_split_ms"][student[0]].items()}
+        label = f"{student[0]}: ms of a mean request, one client"
+        found["time_split"] = page.svg("time_split", lambda axes: page.bars(axes, split, label, "{:.2f} ms"))
     if result["calibration"] is not None:
         bins = {named(name): facts["bins"] for name, facts in result["calibration"]["systems"].items()}
         found["calibration"] = page.svg("calibration", lambda axes: page.reliability(axes, bins, strong=strong))

@@ -24,11 +24,12 @@ def by_name(result: Mapping[str, Any]) -> dict[str, Table]:
         "in_process": in_process(result),
         "text_to_label": text_to_label(result),
         "closed_loop": closed_loop(result),
-        "time_split": time_split(result["time_split_ms"]),
         "open_loop": open_loop(result),
         "costs": costs(result),
         "ratios": ratios(result["ratios"]),
     }
+    if result["time_split_ms"]:
+        found["time_split"] = time_split(result["time_split_ms"])
     if "baseline" in result:
         found["baseline"] = baseline.table(result["baseline"])
     if result["calibration"] is not None:
@@ -43,7 +44,7 @@ def time_split(split: Mapping[str, Mapping[str, float]]) -> Table:
         for name, parts in split.items()
     ]
     header = ["model", *(named(part) for part in next(iter(split.values())))]
-    return Table("Where the p50 of a request of one client goes, ms", header, rows)
+    return Table("Where the time of a mean request of one client goes, by the server's own counters, ms", header, rows)
 
 
 def quality(result: Mapping[str, Any]) -> Table:
@@ -56,7 +57,8 @@ def quality(result: Mapping[str, Any]) -> Table:
         else:
             rows.append([named(name), *[report.MISSING] * 5, number(facts["size_bytes"] / 1e6, 1)])
     for name, facts in result["served"].items():
-        rows.append([f"{name} served", *_quality(facts["test"]), report.MISSING])
+        if facts["test"] is not None:
+            rows.append([f"{name} served", *_quality(facts["test"]), report.MISSING])
     metric = f"test {result['metric']} x 100"
     header = ["system", metric, "95 % interval", "rows", "agrees with teacher %", "McNemar p", "MB"]
     return Table("Quality on the test rows, and size of the weights", header, rows)
@@ -135,7 +137,8 @@ def costs(result: Mapping[str, Any]) -> Table:
             ["the server, all models", number(server["ready_s"]), number(server["uss_bytes"] / 1e6, 0), *[""] * 4]
         )
     title = (
-        f"Start, memory, processor time; price of a million texts at {result['price_per_core_hour']:g} per core-hour"
+        "Start, memory; processor time of the graph alone, and the price of that for a million texts at "
+        f"{result['price_per_core_hour']:g} per core-hour"
     )
     batches = ("one at a time", f"batches of {THROUGHPUT_BATCH}")
     header = [
@@ -156,12 +159,23 @@ def closed_loop(result: Mapping[str, Any]) -> Table:
             percentiles(row),
             number(row["requests_per_s"], 1),
             number(row["server_cpu_s_per_1000_texts"]),
+            number(row["client_cpu_s_per_1000_texts"]),
+            number(row["price_per_million_texts"], 4),
             str(row["failures"]),
         ]
         for name, facts in result["served"].items()
         for row in facts["load"]
     ]
-    header = ["model", "clients", "p50 / p95 / p99 ms", "requests/s", "server's processor s / 1,000 texts", "failures"]
+    header = [
+        "model",
+        "clients",
+        "p50 / p95 / p99 ms",
+        "requests/s",
+        "server's processor s / 1,000 texts",
+        "the clients'",
+        "price of a million",
+        "failures",
+    ]
     return Table("Served, gRPC, closed loop", header, rows)
 
 

@@ -16,6 +16,8 @@ CONDITIONS: Mapping[str, str] = {
     "int8": "one process, random token ids without padding; what is compared takes turns with the same threads",
     "starts": "the run's own training rows and teacher, the same steps for every start, one process",
     "copies": "the run's own training rows and teacher, the same steps for every number of copies, one process",
+    "words-apart": "the same texts, words and trained masked language model at every distance, one after another; the "
+    "teacher reads a text and a copy of it as far as it can",
     "serve": "Triton on the same machine, text in, label out; clients share the cores with the server; requests and "
     "the same work in process take turns",
     "soak": "Triton on the same machine, good and bad requests from one client process; times are of good requests",

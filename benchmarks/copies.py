@@ -14,7 +14,7 @@ from benchmarks.report import Table
 from benchmarks.runs import by_kind, read_config, required
 from benchmarks.students import BATCH_SIZE, RATES, distil, mean_of, score_columns, score_header
 from compressor.artifact import Artifact
-from compressor.config import AugmentConfig, BuildConfig
+from compressor.config import ADAPT, AugmentConfig, BuildConfig
 from compressor.dataset import task_of
 from compressor.errors import ConfigError
 from compressor.evaluate import METRIC_NAMES
@@ -38,16 +38,24 @@ def compare_copies(
     """Distil the run's student from its teacher on rows with each number of `copies`, with each seed.
 
     The seed is also that of the copies. `masked_lm` is the source of one that makes them, together with the recipe's
-    word vectors; none = the vectors alone. A stage that is in `out` already is not repeated. Raises CompressorError
-    if the run cannot be used.
+    word vectors ("adapt": the run's own); none = the vectors alone. A stage that is in `out` already is not repeated.
+    Raises CompressorError if the run cannot be used.
+
+    What counts is the metric on the test rows: validation also chooses among the states of a phase, of which there are
+    more the more epochs the steps make.
     """
     config = read_config(run)
     if config.augment is None:
         raise ConfigError(f"--run {run} was made without [augment]; give a run that has one")
     made = by_kind(run)
     corpus, teacher = (required(made, kind, run) for kind in ("examples", "teacher"))
+    if masked_lm == ADAPT and "masked-lm" not in made:
+        raise ConfigError(f"--run {run} has made no masked language model; name one with --masked-lm, or leave it out")
+    parents = {"corpus": corpus.path, "teacher": teacher.path}
+    if masked_lm == ADAPT:
+        parents["masked_lm"] = made["masked-lm"].path
     task = task_of(corpus)
-    context = report.context(command=command, seed=seeds[0], threads=threads)
+    begun = report.Begun()
     method = "vectors" if masked_lm is None else "masked-lm"
     rows = []
     for seed in seeds:
@@ -55,9 +63,7 @@ def compare_copies(
             log.info("%d copies, seed %d ...", count, seed)
             name = f"copies{count}-{method}-seed{seed}" if count else f"copies0-seed{seed}"
             augmentation = config.augment.model_copy(update={"copies": max(1, count), "masked_lm": masked_lm})
-            examples = (
-                _augmented(config, augmentation, seed, corpus, teacher, out / f"{name}-augment") if count else corpus
-            )
+            examples = _augmented(config, augmentation, seed, parents, out / f"{name}-augment") if count else corpus
             batches = max(1, _rows(examples) // BATCH_SIZE)
             found = distil(
                 config,
@@ -74,25 +80,26 @@ def compare_copies(
         "task": task.name,
         "metric": METRIC_NAMES[task.metric],
         "run": str(run),
-        **context,
+        **report.context(begun, command=command, seed=seeds[0], threads=threads),
         "method": method,
-        "teacher_score": teacher.metrics["validation"]["score"],
+        "teacher_score": teacher.metrics["test"]["score"],
         "student": config.student.model_dump(),
         "steps_per_phase": steps_per_phase,
         "batch_size": BATCH_SIZE,
         "learning_rates": RATES,
         "distillations": rows,
-        "summary": {str(count): mean_of([row["score"] for row in rows if row["copies"] == count]) for count in copies},
+        "summary": {
+            str(count): mean_of([row["test_score"] for row in rows if row["copies"] == count]) for count in copies
+        },
     }
 
 
 def _augmented(
-    config: BuildConfig, augmentation: AugmentConfig, seed: int, corpus: Artifact, teacher: Artifact, out: Path
+    config: BuildConfig, augmentation: AugmentConfig, seed: int, parents: Mapping[str, Path], out: Path
 ) -> Artifact:
     changed = config.model_copy(update={"augment": augmentation, "seed": seed})
     (step,) = (step for step in steps(changed, Where(repository=out)) if step.stage == "augment")
-    parents = {"corpus": corpus.path, "teacher": teacher.path}
-    return run_step(step, {role: parents[role] for role in step.parents}, out)
+    return run_step(step, parents, out)
 
 
 def _rows(examples: Artifact) -> int:
@@ -105,10 +112,10 @@ def tables(result: Mapping[str, Any]) -> list[Table]:
     lines = []
     for count, facts in result["summary"].items():
         mine = [row for row in result["distillations"] if str(row["copies"]) == count]
-        lines.append([count, f"{mine[0]['rows']:,}", *score_columns(mine, facts)])
+        lines.append([count, f"{mine[0]['rows']:,}", *score_columns(mine, facts, score="test_score")])
     shape = result["student"]
     title = (
-        f"{result['task']}: {result['metric']} x 100 on the validation rows, {shape['layers']} x {shape['hidden']}, "
+        f"{result['task']}: {result['metric']} x 100 on the test rows, {shape['layers']} x {shape['hidden']}, "
         f"{result['steps_per_phase']} steps of each phase, copies by {result['method']}; "
         f"teacher {100 * result['teacher_score']:.1f}"
     )

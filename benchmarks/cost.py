@@ -9,6 +9,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -18,9 +19,9 @@ import numpy as np
 
 from benchmarks import cold
 from benchmarks.forms import Forms
-from benchmarks.local import THROUGHPUT_BATCH, Effort, System, real_calls
+from benchmarks.local import THROUGHPUT_BATCH, CallsOf, Effort, System, calls_of_a_round, real_calls
 from compressor.errors import ModelError
-from compressor.latency import SETTLE_S, Call
+from compressor.latency import SETTLE_S
 from serving.model import Text
 
 ROOT = Path(__file__).parents[1]
@@ -88,7 +89,7 @@ def processor_seconds(
     found: dict[str, dict[str, Any]] = {name: {} for name in systems}
     for batch, what in ((1, "one_at_a_time"), (THROUGHPUT_BATCH, f"batches_of_{THROUGHPUT_BATCH}")):
         log.info("in process: processor time, batch %d ...", batch)
-        per_call_s = _processor_turns(real_calls(systems, batch, seed), effort, seed)
+        per_call_s = _processor_turns(real_calls(systems, batch, seed), calls_of_a_round(batch), effort, seed)
         for name, seconds in per_call_s.items():
             per_1000 = 1000 * seconds / batch
             found[name][what] = {
@@ -103,19 +104,19 @@ def price(cpu_s_per_1000_texts: float, per_core_hour: float) -> float:
     return 1000 * cpu_s_per_1000_texts / 3600 * per_core_hour
 
 
-def _processor_turns(calls: Mapping[str, Call], effort: Effort, seed: int) -> dict[str, float]:
+def _processor_turns(calls_of: CallsOf, least: int, effort: Effort, seed: int) -> dict[str, float]:
     """Processor seconds of one call of each, turn by turn; what a library's threads wait for, spinning, is counted."""
-    spent_s, count = dict.fromkeys(calls, 0.0), dict.fromkeys(calls, 0)
+    spent_s, count = defaultdict[str, float](float), Counter[str]()
     random = np.random.default_rng(seed)
-    for _ in range(effort.rounds):
+    for number in range(effort.rounds):
+        calls = calls_of(number)
         for name in random.permutation(sorted(calls)).tolist():
             time.sleep(SETTLE_S)
             calls[name]()
-            end, before_s = time.perf_counter() + effort.turn_s, time.process_time()
-            while True:
+            end, before_s, made = time.perf_counter() + effort.turn_s, time.process_time(), 0
+            while made < least or time.perf_counter() < end:
                 calls[name]()
-                count[name] += 1
-                if time.perf_counter() >= end:
-                    break
+                made += 1
             spent_s[name] += time.process_time() - before_s
-    return {name: spent_s[name] / count[name] for name in calls}
+            count[name] += made
+    return {name: spent_s[name] / count[name] for name in count}

@@ -61,19 +61,19 @@ def measure(texts: Path | None, tokenizer: Path, *, rows: int, seed: int, comman
     file does not have these columns.
     """
     first_N, second_N = sentences(texts) if texts else review_sentences()
-    context = report.context(command=command, seed=seed, threads=available_cores())
+    begun = report.Begun()
     return {
         "benchmark": "data",
         "texts": str(texts or REVIEWS),
         "ranks": RANKS,
         "batch_size": BATCH_SIZE,
-        **context,
         "sizes": [_measure_size((first_N, second_N), tokenizer, max(1, rows // share), seed) for share in SHARES],
         "min_rows_per_s": MIN_ROWS_PER_S,
         "max_reload_s": MAX_RELOAD_S,
         "max_uss_mb": MAX_USS_MB,
         "uss_noise_mb": USS_NOISE_MB,
         "max_bytes_per_pair": MAX_BYTES_PER_PAIR,
+        **report.context(begun, command=command, seed=seed, threads=available_cores()),
     }
 
 

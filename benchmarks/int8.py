@@ -1,4 +1,4 @@
-"""int8: the INT8 student against fp32, against its own INT8 products measured alone, and in every batch of a server.
+"""int8: the INT8 student against fp32, against its own products measured alone, and in every batch of a server.
 
 On one core times are of the processor as well: ONNX Runtime with one thread works in the thread that calls, so other
 work on the machine changes them little.
@@ -10,16 +10,18 @@ from __future__ import annotations
 import copy
 import json
 import logging
+import re
 import tempfile
 import time
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import onnx
 import onnxruntime as ort
-from onnx import TensorProto, helper
+from onnx import TensorProto, helper, numpy_helper
 
 from benchmarks import report
 from benchmarks.report import Table, number, ratio
@@ -31,13 +33,13 @@ from compressor.errors import GateError
 from compressor.evaluate import MODEL_FILE, OnnxPredictor
 from compressor.latency import SETTLE_S, WARMUP_CALLS, shaped_call, summary, time_in_turns
 from compressor.onnx_export import export_onnx
-from compressor.onnx_graph import constants, remove_unused, word_embeddings
+from compressor.onnx_graph import constants, dense_products, remove_unused, word_embeddings
 from compressor.stages.quantize.scoring import Scorer
 from compressor.stages.quantize.stage import teacher_logits
 
 ONE_CORE_TOKENS = (16, 32, 64)
 PRODUCT = "MatMulIntegerToFloat"
-MIN_SPEEDUP = {"1x32": 1.8, "1x128": 1.6}
+MIN_SPEEDUP = {"1x32": 1.8, "1x128": 1.6}  # without VNNI the products alone gain 1.7 to 1.9, and the rest nothing
 MAX_OVER_PRODUCTS = 1.7
 MAX_DROP, MAX_LOGIT_DIFFERENCE, MAX_SHARE_OF_SIZE = 0.003, 1e-5, 0.26
 ROUNDS, TURN_S = 8, 0.25
@@ -49,7 +51,7 @@ log = logging.getLogger(__name__)
 def int8(path: Path, *, threads: int, seed: int, quick: bool, command: str) -> dict[str, Any]:
     """Measure the INT8 student of the build in `path`. Raises ArtifactError if it is missing or unfinished."""
     run = open_run(path)
-    context = report.context(command=command, seed=seed, threads=threads)
+    begun = report.Begun()
     graphs = {"fp32": run.onnx.path / "student" / MODEL_FILE, "int8": run.int8.path / MODEL_FILE}
     rounds, turn_s = (2, 0.05) if quick else (ROUNDS, TURN_S)
     words, positions = len(word_embeddings(onnx.load(graphs["int8"]))[1]), _positions(run)
@@ -69,6 +71,9 @@ def int8(path: Path, *, threads: int, seed: int, quick: bool, command: str) -> d
             times = time_in_turns(calls, rounds=rounds, turn_s=turn_s, seed=seed)
             latency[shape] = {name: summary(found) for name, found in times.items()}
             latency[shape]["speedup"] = ratio(latency[shape]["fp32"]["p50_ms"], latency[shape]["int8"]["p50_ms"])
+            alone = {name: products_alone(graph, tokens)[0] for name, graph in graphs.items()}
+            took = _on_one_core(alone, rounds, turn_s)
+            latency[shape]["products_speedup"] = ratio(took["fp32"]["processor_ms"], took["int8"]["processor_ms"])
     log.info("graphs of the fp32 student ...")
     forms = {
         f"1x{tokens}": _on_one_core(calls, rounds, turn_s)
@@ -79,15 +84,23 @@ def int8(path: Path, *, threads: int, seed: int, quick: bool, command: str) -> d
     return {
         "benchmark": "int8",
         "quick": quick,
-        **context,
         "scheme": run.int8.metrics["scheme"],
+        "int8_cpu": machine.int8_cpu(),
+        "products": _count_products(graphs["int8"]),
         "one_core": one_core,
         "latency": latency,
         "graph_forms": forms,
         "batches": _in_every_batch(run, graphs, threads),
         "size_bytes": sizes,
         "share_of_size": ratio(sizes["int8"], sizes["fp32"]),
+        **report.context(begun, command=command, seed=seed, threads=threads),
     }
+
+
+def _count_products(graph: Path) -> dict[str, int]:
+    """How many dense products of a graph are in INT8, and how many in fp32."""
+    in_int8 = [parts[0].op_type == PRODUCT for parts, _ in _products(onnx.load(graph))]
+    return {"int8": sum(in_int8), "fp32": len(in_int8) - sum(in_int8)}
 
 
 def _positions(run: Run) -> int:
@@ -96,42 +109,59 @@ def _positions(run: Run) -> int:
 
 
 def _one_core_calls(graph: Path, tokens: int, words: int) -> dict[str, Call]:
-    """The model, and its own INT8 products alone, on a text of so many tokens."""
-    session, feeds = products_alone(graph, tokens)
+    """The model, and its own products alone, on a text of so many tokens."""
     model = shaped_call(OnnxPredictor(graph, threads=1), 1, tokens, words)
-    return {"model": model, "products": lambda: session.run(None, feeds)}
+    return {"model": model, "products": products_alone(graph, tokens)[0]}
 
 
-def products_alone(graph: Path, tokens: int) -> tuple[Any, dict[str, Any]]:
-    """A session of nothing but the model's INT8 products, and 8-bit numbers for a text of `tokens` tokens.
+def products_alone(graph: Path, tokens: int) -> tuple[Call, dict[str, tuple[int, ...]]]:
+    """A call of nothing but the graph's dense products on one thread, and the shapes of their outputs.
 
-    The products of the last layer behind its keys and values, and those of the head, have one row: [CLS]'s.
+    Each multiplies any numbers for a text of `tokens` tokens, in INT8 or fp32, as the graph has it. The products of the
+    last layer behind its keys and values, and those of the head, have one row: [CLS]'s.
     """
     model = onnx.load(graph)
-    values, nodes, inputs = constants(model), list[Any](), dict[str, tuple[int, ...]]()
-    for node in model.graph.node:
-        if node.op_type == PRODUCT:
-            one = node.name.startswith(("last", "head")) and ".kv." not in node.name
-            width = len(values[node.input[1]])
-            name = f"rows_{1 if one else tokens}_{width}"
-            inputs[name] = (1, 1 if one else tokens, width)
-            nodes.append(copy.deepcopy(node))
-            nodes[-1].input[0], nodes[-1].output[0] = name, f"{node.name}.alone"
-            for place, read in enumerate(node.input[2:], start=2):
-                if read and read not in values:  # a scale that the dynamic scheme computes
-                    nodes[-1].input[place] = "any_zero" if "zero" in read else "any_scale"
-    del model.graph.node[:], model.graph.input[:], model.graph.output[:]
-    model.graph.node.extend(nodes)
-    more = {"any_zero": (TensorProto.UINT8, 128), "any_scale": (TensorProto.FLOAT, 0.02)}
-    model.graph.initializer.extend(helper.make_tensor(name, kind, [], [value]) for name, (kind, value) in more.items())
-    model.graph.input.extend(
-        helper.make_tensor_value_info(name, TensorProto.UINT8, shape) for name, shape in inputs.items()
-    )
-    model.graph.output.extend(helper.make_tensor_value_info(node.output[0], TensorProto.FLOAT, None) for node in nodes)
-    remove_unused(model)
+    values, nodes, outputs, feeds = constants(model), list[Any](), list[str](), dict[str, Any]()
     random = np.random.default_rng(0)
-    feeds = {name: random.integers(0, 256, shape).astype(np.uint8) for name, shape in inputs.items()}
-    return _session(model), feeds
+    for parts, width in _products(model):
+        place = re.split(r"[/.]", parts[0].name.strip("/"))
+        rows = 1 if place[0] in ("last", "head") and "kv" not in place else tokens
+        in_int8 = parts[0].op_type == PRODUCT
+        name = f"{'int8' if in_int8 else 'fp32'}_{rows}_{width}"
+        feeds[name] = random.integers(0, 256, (rows, width)).astype(np.uint8 if in_int8 else np.float32)
+        first, *more = map(copy.deepcopy, parts)
+        first.input[0] = name
+        for slot, read in enumerate(first.input[2:], start=2):
+            if read and read not in values:  # a scale that the dynamic scheme computes
+                first.input[slot] = "any_zero" if "zero" in read else "any_scale"
+        nodes += [first, *more]
+        outputs.append(nodes[-1].output[0])
+    values |= {"any_zero": np.array(128, np.uint8), "any_scale": np.array(0.02, np.float32)}
+    del model.graph.node[:], model.graph.input[:], model.graph.output[:], model.graph.initializer[:]
+    model.graph.node.extend(nodes)
+    model.graph.initializer.extend(numpy_helper.from_array(value, name) for name, value in values.items())
+    model.graph.input.extend(
+        helper.make_tensor_value_info(name, helper.np_dtype_to_tensor_dtype(value.dtype), value.shape)
+        for name, value in feeds.items()
+    )
+    model.graph.output.extend(helper.make_tensor_value_info(name, TensorProto.FLOAT, None) for name in outputs)
+    remove_unused(model)
+    session = _session(model)
+    found = dict(zip(outputs, session.run(outputs, feeds), strict=True))
+    # In place: `run` would copy every output to NumPy, which is no work of the products.
+    binding = session.io_binding()
+    for name, value in feeds.items():
+        binding.bind_ortvalue_input(name, ort.OrtValue.ortvalue_from_numpy(value))
+    for name, value in found.items():
+        binding.bind_ortvalue_output(name, ort.OrtValue.ortvalue_from_numpy(value))
+    return partial(session.run_with_iobinding, binding), {name: value.shape for name, value in found.items()}
+
+
+def _products(model: Any) -> list[tuple[tuple[Any, ...], int]]:
+    """The nodes of each dense product, and the width of its input: those in INT8, then those in fp32."""
+    values = constants(model)
+    in_int8 = [((node,), len(values[node.input[1]])) for node in model.graph.node if node.op_type == PRODUCT]
+    return in_int8 + [(item.nodes, len(item.weight_KN)) for item in dense_products(model)]
 
 
 def _session(model: Any, disabled: tuple[str, ...] = ()) -> Any:
@@ -229,14 +259,17 @@ def check_targets(result: Mapping[str, Any]) -> None:
     missed = [f"{what}; the bound is {bound:g}" for what, value, bound in bounds if value > bound + 1e-12]
     if result["machine_was_busy"]:
         missed.append(
-            f"{result['cpu_in_use_before_percent']:.0f} % of the processor was in use by other work, the bound is "
-            f"{machine.BUSY_PERCENT} %: run again on a quiet machine"
+            f"{report.other_work(result)}, the bound is {machine.BUSY_PERCENT} %: run again on a quiet machine"
         )
-    missed += [
-        f"at {shape} INT8 is {result['latency'][shape]['speedup']:.2f} times as fast; the target is {target:g}"
-        for shape, target in MIN_SPEEDUP.items()
-        if shape in result["latency"] and result["latency"][shape]["speedup"] < target
-    ]
+    for shape, target in MIN_SPEEDUP.items():
+        found = result["latency"].get(shape)
+        if found and found["speedup"] < target:
+            missed.append(f"at {shape} INT8 is {found['speedup']:.2f} times as fast; the target is {target:g}")
+            if result["int8_cpu"] == "avx2":  # what cannot be met here is not met
+                missed[-1] += (
+                    f", which is for processors with VNNI: this one has none, and its products alone are "
+                    f"{found['products_speedup']:.2f} times as fast"
+                )
     if missed:
         raise GateError("; ".join(missed))
 
@@ -253,7 +286,11 @@ def tables(result: Mapping[str, Any]) -> list[Table]:
         for shape, found in result["one_core"].items()
     ]
     latency = [
-        [shape, *(number(found[name]["p50_ms"], 3) for name in ("fp32", "int8")), number(found["speedup"])]
+        [
+            shape,
+            *(number(found[name]["p50_ms"], 3) for name in ("fp32", "int8")),
+            *(number(found[name]) for name in ("speedup", "products_speedup")),
+        ]
         for shape, found in result["latency"].items()
     ]
     forms = [
@@ -276,11 +313,16 @@ def tables(result: Mapping[str, Any]) -> list[Table]:
     compositions = [f"batch {name}" for name in result["batches"]["fp32"]["scores"]]
     return [
         Table(
-            f"INT8 ({result['scheme']}) and its own INT8 products, one core, ms",
+            f"INT8 ({result['scheme']}) and its own products ({result['products']['int8']} in INT8, "
+            f"{result['products']['fp32']} in fp32), one core, ms",
             ["batch x tokens", "model, processor", "products, processor", "model, wall", "products, wall", "ratio"],
             alone,
         ),
-        Table(f"p50, ms, {result['threads']} threads", ["batch x tokens", "fp32", "INT8", "times as fast"], latency),
+        Table(
+            f"p50, ms, {result['threads']} threads",
+            ["batch x tokens", "fp32", "INT8", "times as fast", "products alone, one core"],
+            latency,
+        ),
         Table("fp32 graphs, one core, processor ms", ["graph", *result["graph_forms"]], forms),
         Table(
             f"Validation {metric} x 100 in the batches of a server",

@@ -45,6 +45,8 @@ class Answered:
     """What each other request failed with."""
     seconds: float = 0.0
     """From the first request sent to the last answer."""
+    processor_s: float = 0.0
+    """Processor time of the clients meanwhile."""
 
 
 def closed_loop(load: Load, texts: Sequence[str | tuple[str, str]]) -> Answered:
@@ -55,7 +57,7 @@ def closed_loop(load: Load, texts: Sequence[str | tuple[str, str]]) -> Answered:
             for text in texts[:WARMUP_REQUESTS]:
                 client.classify([text])
         orders = [np.random.default_rng([load.seed, number]).permutation(len(texts)) for number in range(len(clients))]
-        began = time.perf_counter()
+        began, spent_s = time.perf_counter(), time.process_time()
 
         def one_client(number: int) -> Answered:
             mine = [texts[row] for row in orders[number]]
@@ -63,9 +65,9 @@ def closed_loop(load: Load, texts: Sequence[str | tuple[str, str]]) -> Answered:
 
         with ThreadPoolExecutor(load.concurrency) as threads:
             parts = list(threads.map(one_client, range(load.concurrency)))
-        seconds = time.perf_counter() - began
+        seconds, spent_s = time.perf_counter() - began, time.process_time() - spent_s
     times_ms = [time_ms for part in parts for time_ms in part.times_ms]
-    return Answered(times_ms, [failure for part in parts for failure in part.failures], seconds)
+    return Answered(times_ms, [failure for part in parts for failure in part.failures], seconds, spent_s)
 
 
 def _send(client: Client, texts: Sequence[str | tuple[str, str]], batch: int, end: float) -> Answered:

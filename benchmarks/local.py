@@ -7,13 +7,15 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
+from benchmarks.bert_base import BERT_BASE, bert_base
 from benchmarks.peers import token_peers
 from benchmarks.runs import Run, forms_of
 from compressor.dataset import Encoded, encode, read_examples, texts_of
@@ -27,17 +29,24 @@ from compressor.evaluate import (
     measure,
     paired,
 )
-from compressor.latency import Call, shaped_call, summary, time_in_turns
+from compressor.latency import MIN_CALLS, Call, shaped_call, summary, time_in_turns
 from compressor.tasks import Task
 
-TEACHER, STUDENT, BERT_BASE = "teacher_pytorch", "student_int8", "bert_base_pytorch"
+TEACHER, STUDENT = "teacher_pytorch", "student_int8"
 THROUGHPUT_BATCH = 32
 TEST_BATCH = 64
 THROUGHPUT = f"throughput_batch_{THROUGHPUT_BATCH}_texts_per_s"
 REAL_TEXTS = "real_texts_batch_1"
+CallsOf = Callable[[int], Mapping[str, Call]]
+"""Number of a round -> what is called in it."""
 _SEEDS = 1000  # a round's order comes from its own seed; one benchmark has fewer rounds than this
 
 log = logging.getLogger(__name__)
+
+
+def always(calls: Mapping[str, Call]) -> CallsOf:
+    """The same calls in every round."""
+    return lambda number: calls
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,16 +74,16 @@ class Effort:
 
     def time(self, calls: Mapping[str, Call], seed: int) -> dict[str, list[float]]:
         """Raw times in ms of each call."""
-        return {name: list(itertools.chain(*rounds)) for name, rounds in self.time_rounds(calls, seed).items()}
+        rounds = self.time_rounds(always(calls), seed)
+        return {name: list(itertools.chain(*times)) for name, times in rounds.items()}
 
-    def time_rounds(self, calls: Mapping[str, Call], seed: int) -> dict[str, list[list[float]]]:
+    def time_rounds(self, calls_of: CallsOf, seed: int, *, least: int = MIN_CALLS) -> dict[str, list[list[float]]]:
         """Raw times in ms of each call, round by round; in a round each call gets one turn, in an order of its own."""
-        found: dict[str, list[list[float]]] = {name: [] for name in calls}
-        for number in range(self.rounds):
-            turn = time_in_turns(calls, rounds=1, turn_s=self.turn_s, seed=_SEEDS * seed + number)
-            for name, times_ms in turn.items():
-                found[name].append(times_ms)
-        return found
+        turns = [
+            time_in_turns(calls_of(number), rounds=1, turn_s=self.turn_s, seed=_SEEDS * seed + number, least=least)
+            for number in range(self.rounds)
+        ]
+        return {name: [turn[name] for turn in turns] for name in turns[0]}
 
 
 FULL = Effort(rounds=8, turn_s=0.4, served_rounds=4, served_turn_s=4.0)
@@ -150,7 +159,13 @@ def load_systems(run: Run, threads: int, scratch: Path, wanted: Wanted) -> dict[
         STUDENT: onnx(run.int8.path / MODEL_FILE, int8),
     }
     if wanted.bert_base:
-        found[BERT_BASE] = bert_base(run.task, student)
+        model = bert_base(run.task, len(load_tokenizer(run.teacher.path)))
+        found[BERT_BASE] = System(
+            predictor=TorchPredictor(model),
+            size_bytes=4 * model.num_parameters(),  # fp32
+            encoded=student,
+            is_trained=False,
+        )
     forms = forms_of(run)
     for name, peer in token_peers(wanted.peers).items():
         log.info("in process: %s ...", peer.about)
@@ -158,18 +173,6 @@ def load_systems(run: Run, threads: int, scratch: Path, wanted: Wanted) -> dict[
         texts = int8 if peer.reads_int8 else student
         found[name] = System(predictor=predictor, size_bytes=size_bytes, encoded=texts)
     return found
-
-
-def bert_base(task: Task, encoded: Mapping[str, Encoded]) -> System:
-    """BERT-base in PyTorch fp32 with random weights; its size is 4 bytes for each parameter."""
-    import torch
-    from transformers import BertConfig, BertForSequenceClassification
-
-    torch.manual_seed(0)
-    # The library's defaults are bert-base-uncased: 12 layers of 768, 12 heads, 30,522 words.
-    model = BertForSequenceClassification(BertConfig(num_labels=task.outputs))
-    size_bytes = 4 * model.num_parameters()
-    return System(predictor=TorchPredictor(model), size_bytes=size_bytes, encoded=encoded, is_trained=False)
 
 
 def known_tokens(run: Run) -> int:
@@ -189,15 +192,13 @@ def measure_systems(
     seed: int,
 ) -> dict[str, dict[str, Any]]:
     """By system: size, the task's metric on the test rows (from `logits`), latency and throughput."""
-    latency = {REAL_TEXTS: real_calls(systems, 1, seed)}
+    log.info("in process: %s ...", REAL_TEXTS)
+    times = {REAL_TEXTS: effort.time_rounds(real_calls(systems, 1, seed), seed, least=calls_of_a_round(1))}
     for batch, tokens in effort.shapes:
-        latency[f"{batch}x{tokens}"] = {
-            name: shaped_call(system.predictor, batch, tokens, vocabulary) for name, system in systems.items()
-        }
-    times: dict[str, dict[str, list[list[float]]]] = {}
-    for what, calls in latency.items():
+        what = f"{batch}x{tokens}"
         log.info("in process: %s ...", what)
-        times[what] = effort.time_rounds(calls, seed)
+        calls = {name: shaped_call(system.predictor, batch, tokens, vocabulary) for name, system in systems.items()}
+        times[what] = effort.time_rounds(always(calls), seed)
     log.info("in process: throughput ...")
     batches = effort.time_rounds(real_calls(systems, THROUGHPUT_BATCH, seed), seed)
     label_N = systems[TEACHER].encoded["test"].label_N[: effort.test_rows]
@@ -273,15 +274,27 @@ def validation_texts(run: Run) -> list[tuple[str, ...]]:
     return texts_of(read_examples(run.corpus.path / "validation.arrow"))
 
 
-def real_calls(systems: Mapping[str, System], batch: int, seed: int) -> dict[str, Call]:
-    """A call of each system on the next `batch` validation texts, in one seeded order, padded to the longest."""
+def calls_of_a_round(batch: int) -> int:
+    """Different calls on real texts in a round: so few that the slowest system makes each of them in its turn."""
+    return 8 if batch == 1 else MIN_CALLS
 
-    def call(system: System) -> Call:
-        texts = system.encoded["validation"]
-        rows = np.random.default_rng(seed).permutation(len(texts))
-        rows = np.resize(rows, max(1, len(rows) // batch) * batch).reshape(-1, batch)
-        batches = itertools.cycle([texts.batch(row_B) for row_B in rows])
 
-        return lambda: system.predictor(next(batches).inputs)
+def rows_of_a_round(rows: int, batch: int, seed: int, number: int) -> NDArray[np.intp]:
+    """Row numbers (calls, batch), of `rows`, of a round's calls: the same for every system, others in each round."""
+    order_N = np.random.default_rng([seed, number]).permutation(rows)
+    return np.resize(order_N, (calls_of_a_round(batch), batch))
 
-    return {name: call(system) for name, system in systems.items()}
+
+def real_calls(systems: Mapping[str, System], batch: int, seed: int) -> CallsOf:
+    """Calls of each system on the validation texts of the round, padded to the longest of a call."""
+
+    def calls_of(number: int) -> dict[str, Call]:
+        def call(system: System) -> Call:
+            texts = system.encoded["validation"]
+            rows_KB = rows_of_a_round(len(texts), batch, seed, number)
+            batches = itertools.cycle([texts.batch(row_B) for row_B in rows_KB])
+            return lambda: system.predictor(next(batches).inputs)
+
+        return {name: call(system) for name, system in systems.items()}
+
+    return calls_of

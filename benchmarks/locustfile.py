@@ -13,9 +13,10 @@ many requests a second, and `--step-users` lets users come in steps until there 
 
 A user that waits for a late answer does not catch up: for waits from planned moments, see `python -m benchmarks
 compare`. Locust's own statistics round times; the percentiles printed at the end, `--raw` and `--summary` are of the
-unrounded times. Naming a class (`GrpcClassifier`)
-does what `--protocol` does; naming both mixes them. A request that is refused, or answered with something that cannot
-be an answer, is a failure, and any failure makes the exit code 1.
+unrounded times. Naming a class (`GrpcClassifier`) does what `--protocol` does; naming both mixes them. A request that
+is refused, or answered with something that cannot be an answer, is a failure, and any failure makes the exit code 1.
+In locust's page each start begins anew, and the files hold the last run. At the end each user waits for its answer, ten
+seconds at most or as many as `--stop-timeout` says.
 """
 
 # locust comes first: it patches the sockets and threads that the client uses.
@@ -42,14 +43,16 @@ from typing import Any, Literal, NamedTuple, NoReturn, cast
 
 import numpy as np
 
-from serving.client import Answer, Client, Regression
+from serving.client import Client
 from serving.errors import ServingError
+from serving.exchange import Answer, Regression
 from serving.model import Text
 
 PERCENTILES = (50, 90, 95, 99)
 DEFAULT_TEXTS = Path("runs/sst2/1-corpus/validation.arrow")
 ADDRESSES = {"http": "127.0.0.1:8000", "grpc": "127.0.0.1:8001"}
 FIELDS = ("request", "start_s", "response_ms", "failed")
+LAST_ANSWERS_S = 10.0
 Protocol = Literal["http", "grpc"]
 
 log = logging.getLogger(__name__)
@@ -73,7 +76,9 @@ class WrongAnswerError(Exception):
 def add_arguments(parser: Any) -> None:
     """The options of this file, beside locust's own."""
     add = parser.add_argument
-    add("--protocol", choices=sorted(ADDRESSES), default="http", help="http (port 8000) or grpc (port 8001)")
+    # The user classes are chosen once, before there is a page.
+    protocol = "http (port 8000) or grpc (port 8001)"
+    add("--protocol", choices=sorted(ADDRESSES), default="http", help=protocol, include_in_web_ui=False)
     add("--model", default="sst2", help="Served model that takes texts, like sst2 or sst2_teacher")
     add("--batch", type=_positive, default=1, help="Texts per request. Default 1")
     add("--seed", type=int, default=0, help="Decides the order of texts of each user. Default 0")
@@ -129,7 +134,9 @@ class Recorder:
     def listen(self) -> None:
         """Take part in the run."""
         heard = cast(Any, self._environment.events)  # no type hints
+        heard.test_start.add_listener(self._begin)
         heard.request.add_listener(self._keep)
+        heard.reset_stats.add_listener(self._clear)
         heard.spawning_complete.add_listener(self._forget_spawning)
         heard.report_to_master.add_listener(self._send)
         heard.worker_report.add_listener(self._receive)
@@ -149,6 +156,14 @@ class Recorder:
         worker = getattr(self._environment.runner, "worker_index", 0)
         return random.Random(f"{self._options.seed} {worker} {next(self._numbers)}")
 
+    def _begin(self, **_: Any) -> None:
+        """The page can start one run after the other."""
+        self._clear()
+        self._numbers = itertools.count()
+
+    def _clear(self, **_: Any) -> None:
+        self._samples.clear()
+
     def _keep(
         self, request_type: str, name: str, response_time: float, exception: Any, start_time: float, **_: Any
     ) -> None:
@@ -156,7 +171,7 @@ class Recorder:
 
     def _forget_spawning(self, **_: Any) -> None:
         if self._environment.reset_stats:
-            self._samples.clear()
+            self._clear()
 
     def _send(self, data: dict[str, Any], **_: Any) -> None:
         data["raw_samples"], self._samples = [tuple(sample) for sample in self._samples], []
@@ -280,6 +295,11 @@ class Steps(LoadTestShape):
         self._options = options
         self._begins_s: list[float] = []
 
+    def reset_time(self) -> None:
+        """Begin with the first step. Locust calls it at each start, with workers once more when they start."""
+        cast(Any, super()).reset_time()  # no type hints
+        self._begins_s = [time.time()]
+
     def tick(self) -> tuple[int, float] | None:
         """How many users there are to be now, and how many of them come in a second; None: the end."""
         number = int(cast(Any, self).get_run_time() // self._options.step_seconds)
@@ -310,12 +330,14 @@ class ClassifierUser(User):
     def on_start(self) -> None:
         """Connect, and send one request that does not count: connecting is not what is measured."""
         options = cast(Any, self.environment.parsed_options)
+        # The page sets them past the checks of the parser.
+        batch, rate = _positive(str(options.batch)), _not_negative(str(options.rate))
         texts = list(self.recorder.texts)
         self.recorder.next_user().shuffle(texts)
         self._texts = itertools.cycle(texts)
-        self._batch = options.batch
-        self._pause = constant_throughput(options.rate) if options.rate else constant(0)
-        self._name = f"{options.model} x{options.batch}"
+        self._batch = batch
+        self._pause = constant_throughput(rate) if rate else constant(0)
+        self._name = f"{options.model} x{batch}"
         self._server = self.recorder.connect(self.protocol)
         try:
             self._server.classify([next(self._texts) for _ in range(self._batch)])
@@ -376,6 +398,8 @@ def _make_grpc_cooperative() -> None:
 def prepare(environment: Environment, **_: Any) -> None:
     """Choose the user class, read the texts, and see whether the server is ready; leave with one sentence if not."""
     options = cast(Any, environment.parsed_options)
+    # Locust would end users in the middle of a request, and a call given up can kill Triton (docs/decisions.md, 40).
+    environment.stop_timeout = environment.stop_timeout or LAST_ANSWERS_S
     if not options.user_classes:
         environment.user_classes = [
             kind for kind in environment.user_classes if getattr(kind, "protocol", None) == options.protocol
@@ -384,7 +408,10 @@ def prepare(environment: Environment, **_: Any) -> None:
         recorder = Recorder(environment)
     except (OSError, ValueError, KeyError, TypeError) as error:
         _leave(f"--texts {options.texts}, --raw or --summary cannot be used: {error}")
-    if options.step_users:
+    if options.step_users and not isinstance(environment.runner, WorkerRunner):
+        if options.num_users is None:
+            # Where users come in steps, locust's page does not ask how many.
+            _leave(f"--step-users {options.step_users} needs -u, the users of the last step")
         if options.step_users < 0 or not options.step_seconds:
             _leave(f"--step-users {options.step_users} and --step-seconds {options.step_seconds:g} must be above 0")
         environment.shape_class = Steps(options)

@@ -1,38 +1,47 @@
 """How many times better the student is than each other system, with the interval that the rounds give.
 
-Latency and size are theirs / ours, throughput is ours / theirs, accuracy is ours / theirs: more is better everywhere. A
-ratio is known by its figure, where it was measured, and the two systems; runs are compared by these.
+Latency and size are theirs / ours, throughput and the task's metric ours / theirs: more is better everywhere. A ratio
+is known by its figure, where it was measured, and the two systems; runs are compared by these.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from enum import Enum
 from typing import Any
 
-from benchmarks.local import BERT_BASE, STUDENT, TEACHER, THROUGHPUT_BATCH
+from benchmarks.bert_base import BERT_BASE
+from benchmarks.local import STUDENT, TEACHER, THROUGHPUT_BATCH
 from compressor.statistics import ratio_of_rounds
 
 BATCHES = f"batches of {THROUGHPUT_BATCH}"
 ONE_TEXT = "one text"
+QUALITY = ("in process", "served")
+"""Where the task's metric is measured."""
 TARGETS = (
     ("p50", "1x32", BERT_BASE, 35.0),
     ("throughput", BATCHES, BERT_BASE, 15.0),
     ("size", "file", BERT_BASE, 24.0),
+    ("served p50", "1 clients", BERT_BASE, 35.0),
+    ("served requests/s", "16 clients", BERT_BASE, 15.0),
     ("text to label p50", ONE_TEXT, "transformers", 4.0),
     ("text to label p50", ONE_TEXT, "optimum", 1.0),
+    ("text to label throughput", BATCHES, "optimum", 1.0),
 )
 MAX_OVERHEAD = 0.05
 
 
 def ratios(result: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Every ratio of a result of `compare`; those of the open loop are left out, since its rates differ by run."""
-    found = in_process(result["in_process"]) + text_to_label(result["text_to_label"]) + served(result["served"])
+    metric = result["metric"]
+    found = in_process(result["in_process"], metric) + text_to_label(result["text_to_label"])
+    found += served(result["served"], metric)
     return [row for row in found if row["ratio"] is not None]
 
 
-def in_process(systems: Mapping[str, Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Of the INT8 student to every other form and peer: each latency, throughput, size and accuracy."""
+def in_process(systems: Mapping[str, Mapping[str, Any]], metric: str) -> list[dict[str, Any]]:
+    """Of the INT8 student to every other form and peer: each latency, throughput, size and the task's metric."""
     rows, student = [], systems[STUDENT]
     for name, theirs in systems.items():
         if name == STUDENT:
@@ -43,7 +52,7 @@ def in_process(systems: Mapping[str, Mapping[str, Any]]) -> list[dict[str, Any]]
         rows.append(_throughput("throughput", name, theirs, student))
         rows.append(_row("size", "file", STUDENT, name, exactly(theirs["size_bytes"] / student["size_bytes"])))
     kept = student["test"]["against_teacher"]
-    return [*rows, _row("accuracy", "in process", STUDENT, TEACHER, _inverse(kept))]
+    return [*rows, _row(metric, QUALITY[0], STUDENT, TEACHER, _inverse(kept))]
 
 
 def text_to_label(systems: Mapping[str, Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -57,22 +66,27 @@ def text_to_label(systems: Mapping[str, Mapping[str, Any]]) -> list[dict[str, An
     return rows
 
 
-def served(models: Mapping[str, Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Of each served model to the served teacher, if there is one, under the closed loop; and of their accuracy."""
-    teacher = next((name for name in models if name.endswith("_teacher")), None)
+def served(models: Mapping[str, Mapping[str, Any]], metric: str) -> list[dict[str, Any]]:
+    """Under the closed loop: of each model to the teacher, if it is served, and of the student to BERT-base, if it is.
+
+    Of those to the teacher the task's metric as well. The student is the first of the models.
+    """
     rows: list[dict[str, Any]] = []
-    if teacher is None:
-        return rows
-    for name, ours in models.items():
-        if name == teacher:
-            continue
-        for mine, theirs in zip(ours["load"], models[teacher]["load"], strict=True):
-            where = f"{mine['concurrency']} clients"
-            p50 = ratio_of_rounds(theirs["p50_by_round_ms"], mine["p50_by_round_ms"])
-            rate = ratio_of_rounds(mine["requests_by_round_per_s"], theirs["requests_by_round_per_s"])
-            rows.append(_row("served p50", where, name, teacher, p50))
-            rows.append(_row("served requests/s", where, name, teacher, rate))
-        rows.append(_row("accuracy", "served", name, teacher, _inverse(ours["test"]["against_teacher"])))
+    teacher = next((name for name in models if name.endswith("_teacher")), None)
+    if teacher is not None:
+        for name in (name for name in models if name not in (teacher, BERT_BASE)):
+            rows += _under_load(models, name, teacher)
+            rows.append(_row(metric, QUALITY[1], name, teacher, _inverse(models[name]["test"]["against_teacher"])))
+    return rows + (_under_load(models, next(iter(models)), BERT_BASE) if BERT_BASE in models else [])
+
+
+def _under_load(models: Mapping[str, Mapping[str, Any]], name: str, than: str) -> list[dict[str, Any]]:
+    rows = []
+    for mine, theirs in zip(models[name]["load"], models[than]["load"], strict=True):
+        where = f"{mine['concurrency']} clients"
+        p50 = ratio_of_rounds(theirs["p50_by_round_ms"], mine["p50_by_round_ms"])
+        rate = ratio_of_rounds(mine["requests_by_round_per_s"], theirs["requests_by_round_per_s"])
+        rows += [_row("served p50", where, name, than, p50), _row("served requests/s", where, name, than, rate)]
     return rows
 
 
@@ -87,13 +101,13 @@ def _throughput(figure: str, name: str, theirs: Mapping[str, Any], ours: Mapping
 
 
 def _inverse(pair: Mapping[str, Any]) -> dict[str, Any]:
-    """Student / teacher of what `evaluate.paired` found for teacher and student; None if one is never right."""
-    if "ratio" not in pair:
+    """Student / teacher of what `evaluate.paired` found for teacher and student; None if one of them is not above 0."""
+    if pair.get("ratio", 0.0) <= 0:
         return {"ratio": None, "interval_95": None, "rounds": None}
-    low, high = pair.get("ratio_95", (None, None))
+    low, high = pair.get("ratio_95", (0.0, 0.0))
     return {
         "ratio": 1 / pair["ratio"],
-        "interval_95": None if low is None else [1 / high, 1 / low],
+        "interval_95": [1 / high, 1 / low] if low > 0 else None,
         "rounds": None,
     }
 
@@ -103,9 +117,9 @@ def _row(figure: str, where: str, system: str, than: str, found: Mapping[str, An
 
 
 def find(rows: Sequence[Mapping[str, Any]], figure: str, where: str, than: str) -> Mapping[str, Any] | None:
-    """The ratio of the INT8 student with this name; None if it was not measured."""
-    wanted = (figure, where, STUDENT, than)
-    return next((row for row in rows if name_of(row) == wanted), None)
+    """A ratio of the INT8 student; None if it was not measured."""
+    wanted = (figure, where, than)
+    return next((row for row in rows if (row["figure"], row["where"], row["than"]) == wanted), None)
 
 
 def name_of(row: Mapping[str, Any]) -> tuple[str, str, str, str]:
@@ -122,8 +136,8 @@ class Standing(Enum):
 
 
 def standing_of(row: Mapping[str, Any]) -> Standing:
-    """Which of the two is better, by more than the rounds vary."""
-    low, high = row["interval_95"] or (row["ratio"], row["ratio"])
+    """Which of the two is better, by more than the rounds vary; without an interval that is not known."""
+    low, high = row["interval_95"] or (0.0, math.inf)
     return Standing.AHEAD if low > 1 else Standing.BEHIND if high < 1 else Standing.OPEN
 
 

@@ -53,9 +53,17 @@ def percentiles(found: Mapping[str, Any]) -> str:
     return " / ".join(number(found[name]) for name in ("p50_ms", "p95_ms", "p99_ms"))
 
 
-def context(*, command: str, seed: int, threads: int) -> dict[str, Any]:
-    """What every result says of its making: command, seed, machine, versions, and how busy the machine was before."""
-    busy = machine.in_use_percent()
+class Begun:
+    """Made before a measurement starts: how busy the machine is, and from then on what else it does."""
+
+    def __init__(self) -> None:
+        self.in_use_before_percent = machine.in_use_percent()
+        self.other_work = machine.OtherWork()
+
+
+def context(begun: Begun, *, command: str, seed: int, threads: int) -> dict[str, Any]:
+    """What every result says of its making, asked for at its end: command, seed, machine, versions, other work."""
+    before, meanwhile = begun.in_use_before_percent, begun.other_work.percent()
     versions = machine.versions()
     for name in MORE_PACKAGES:
         try:
@@ -66,8 +74,9 @@ def context(*, command: str, seed: int, threads: int) -> dict[str, Any]:
         "command": command,
         "seed": seed,
         "threads": threads,
-        "cpu_in_use_before_percent": busy,
-        "machine_was_busy": busy > machine.BUSY_PERCENT,
+        "cpu_in_use_before_percent": before,
+        "other_work_meanwhile_percent": meanwhile,
+        "machine_was_busy": max(before, meanwhile) > machine.BUSY_PERCENT,
         "machine": machine.fingerprint(),
         "versions": versions,
     }
@@ -76,12 +85,32 @@ def context(*, command: str, seed: int, threads: int) -> dict[str, Any]:
 def headline(result: Mapping[str, Any]) -> str:
     """The conditions in two lines."""
     where = result["machine"]
-    busy = " by other work: do not publish these times" if result["machine_was_busy"] else ""
+    busy = ": do not publish these times" if result["machine_was_busy"] else ""
     return (
         f"{result['command']}\n"
         f"{where['processor']}, {where['cores']} cores ({' '.join(where['cpu_flags'])}), {result['threads']} threads, "
-        f"seed {result['seed']}, {result['cpu_in_use_before_percent']:.0f} % of the processor in use before{busy}"
+        f"seed {result['seed']}, {other_work(result)}{busy}"
     )
+
+
+def other_work(result: Mapping[str, Any]) -> str:
+    """How much of the processor was in use by other work, in words."""
+    return (
+        f"other work used {result['cpu_in_use_before_percent']:.0f} % of the processor before and "
+        f"{result['other_work_meanwhile_percent']:.0f} % meanwhile"
+    )
+
+
+def conditions(result: Mapping[str, Any]) -> list[str]:
+    """What the figures hold for, and the versions that they were measured with; a paragraph each."""
+    said = result["conditions"]
+    versions = ", ".join(f"{name} {version}" for name, version in result["versions"].items())
+    parts = (
+        [f"{what.replace('_', ' ')}: {how}." for what, how in said.items()]
+        if isinstance(said, Mapping)
+        else [f"{said}."]
+    )
+    return [*parts, f"Versions: {versions}."]
 
 
 def to_json(result: Mapping[str, Any]) -> str:
@@ -108,7 +137,8 @@ def write(out: Path, name: str, result: Mapping[str, Any], tables: Sequence[Tabl
     """
     lines = headline(result).splitlines()
     verdict = [result["verdict"]] if "verdict" in result else []
-    page = "\n\n".join([f"# {name}", *verdict, f"`{lines[0]}`", *lines[1:], *(table.markdown() for table in tables)])
+    parts = [f"# {name}", *verdict, f"`{lines[0]}`", *lines[1:], *(table.markdown() for table in tables)]
+    page = "\n\n".join([*parts, "## Conditions", *conditions(result)])
     texts = {".json": to_json(result), ".md": page} | ({} if html is None else {".html": html})
     try:
         out.mkdir(parents=True, exist_ok=True)

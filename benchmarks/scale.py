@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
 import math
@@ -21,15 +22,23 @@ from benchmarks.load import Answered, Load, closed_loop
 from benchmarks.local import validation_texts
 from benchmarks.report import Table, number
 from benchmarks.runs import Run, open_run
+from benchmarks.served import Query, Send
 from compressor import page
 from compressor.evaluate import MODEL_FILE, OnnxPredictor, queries
 from compressor.latency import shaped_call, summary, time_in_turns
-from serving.errors import ServingError
 
 STUDENT, TEACHER = "student INT8", "teacher ONNX"
 TOKENS_OF_A_BATCH = 32
 LINEAR = (0.9, 1.15)  # exponents of growth between two sizes that still count as linear
-FULL_SHARE = 0.95  # of the highest rate: more clients than that need it gain nothing
+FULL_SHARE = 0.95  # of the highest rate: more clients than that need it gain little
+# Beside the percentiles, by sweep: heading, name in a row, digits. Labels are no work to be shared out.
+POWER, EACH = ("power since the row above", "exponent", 2), ("us each", "us_each", 0)
+MORE_COLUMNS = {
+    "tokens": (EACH, POWER),
+    "batch": (EACH, POWER),
+    "labels": (POWER,),
+    "clients": (("requests/s", "requests_per_s", 1), ("failures", "failures", 0)),
+}
 
 log = logging.getLogger(__name__)
 
@@ -71,11 +80,11 @@ QUICK = Plan(
 def scale(run_folder: Path, root: Path, *, plan: Plan, threads: int, seed: int, command: str) -> dict[str, Any]:
     """Measure every sweep; systems take turns at each size.
 
-    Raises CompressorError or ServingError if run or repository cannot be used.
+    Raises CompressorError or ServingError if run or repository cannot be used, or no request is answered.
     """
     run = open_run(run_folder)
     served.check_repository(run, root)
-    context = report.context(command=command, seed=seed, threads=threads)
+    begun = report.Begun()
     configs = {
         name: json.loads((folder / "config.json").read_text(encoding="utf-8")) for name, folder in _folders(run).items()
     }
@@ -88,7 +97,7 @@ def scale(run_folder: Path, root: Path, *, plan: Plan, threads: int, seed: int, 
         "benchmark": "scale",
         "task": run.task.name,
         "run": str(run_folder),
-        **context,
+        **report.context(begun, command=command, seed=seed, threads=threads),
         "conditions": {
             "tokens": "one row of real tokens, no padding",
             "batch": f"rows of {TOKENS_OF_A_BATCH} tokens, no padding",
@@ -98,7 +107,7 @@ def scale(run_folder: Path, root: Path, *, plan: Plan, threads: int, seed: int, 
         },
         "attention_share_of_arithmetic": shares,
         "sweeps": sweeps,
-        "findings": findings(sweeps, shares, threads),
+        "findings": findings(sweeps, shares),
     }
 
 
@@ -163,25 +172,24 @@ def _clients(run: Run, url: str, plan: Plan, seed: int) -> dict[str, list[dict[s
     texts = queries(validation_texts(run))
     names = [run.task.name, f"{run.task.name}_teacher"]
     names = [name for name in names if run.publication is not None and name in run.publication.metrics["versions"]]
-    found: dict[str, list[dict[str, Any]]] = {name: [] for name in names}
     with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as process:
-        for count in plan.clients:
-            for name in names:
-                log.info("%s: %d clients ...", name, count)
-                load = Load(url=url, model=name, concurrency=count, seconds=plan.served_s, seed=seed)
-                answered: Answered = process.submit(closed_loop, load, texts).result()
-                if answered.failures:
-                    raise ServingError(
-                        f"{name}: {len(answered.failures)} requests of {count} clients failed, the "
-                        f"first with: {answered.failures[0]}"
-                    )
-                found[name].append(
-                    {
-                        "size": count,
-                        **summary(answered.times_ms),
-                        "requests_per_s": len(answered.times_ms) / answered.seconds,
-                    }
-                )
+
+        def send(load: Load, texts: Sequence[Query]) -> Answered:
+            return process.submit(closed_loop, load, texts).result()
+
+        return client_rows(send, url, names, texts, plan, seed)
+
+
+def client_rows(
+    send: Send, url: str, names: Sequence[str], texts: Sequence[Query], plan: Plan, seed: int
+) -> dict[str, list[dict[str, Any]]]:
+    """By model, a row for each number of clients, failures counted in it. Raises ServingError if none is answered."""
+    found: dict[str, list[dict[str, Any]]] = {name: [] for name in names}
+    for count in plan.clients:
+        for name in names:
+            log.info("%s: %d clients ...", name, count)
+            load = Load(url=url, model=name, concurrency=count, seconds=plan.served_s, seed=seed)
+            found[name].append({"size": count, **served.load_row(count, [send(load, texts)])})
     return found
 
 
@@ -192,7 +200,8 @@ def _sweep(unit: str, found: Mapping[int, Mapping[str, Any]]) -> dict[str, Any]:
         for name, times in by_system.items():
             rows = systems.setdefault(name, [])
             grew = growth(rows[-1], size, times["p50_ms"]) if rows else None
-            rows.append({"size": size, **times, "exponent": grew, "us_each": 1000 * times["p50_ms"] / size})
+            row = {"size": size, **times, "exponent": grew}
+            rows.append(row if unit == "labels" else {**row, "us_each": 1000 * times["p50_ms"] / size})
     return {"unit": unit, "systems": systems}
 
 
@@ -201,13 +210,13 @@ def growth(before: Mapping[str, Any], size: int, p50_ms: float) -> float:
     return math.log(p50_ms / before["p50_ms"]) / math.log(size / before["size"])
 
 
-def findings(sweeps: Mapping[str, Any], shares: Mapping[str, Mapping[int, float]], threads: int) -> list[str]:
-    """Where each sweep is not linear, and what is known to be why, in sentences with the figures measured."""
+def findings(sweeps: Mapping[str, Any], shares: Mapping[str, Mapping[int, float]]) -> list[str]:
+    """Where each sweep is not linear, in sentences with the figures measured; usual reasons are called just that."""
     said = []
     for what, sweep in sweeps.items():
         for name, rows in sweep["systems"].items():
             if what == "clients":
-                said.append(_saturation(name, rows, threads))
+                said += [_saturation(name, rows), *_failures(name, rows)]
             elif what == "labels":
                 said.append(_labels_sentence(name, rows))
             else:
@@ -220,17 +229,23 @@ def findings(sweeps: Mapping[str, Any], shares: Mapping[str, Mapping[int, float]
 def _bends(where: str, unit: str, rows: Sequence[Mapping[str, Any]]) -> list[str]:
     least, most = LINEAR
     said = []
-    if flat := [row["size"] for row in rows[1:] if row["exponent"] < least]:
+    # What a call costs whatever its size shows at the first sizes; a dip after them is something else.
+    flat = list(itertools.takewhile(lambda row: row["exponent"] < least, rows[1:]))
+    if flat:
         said.append(
-            f"{where}: up to {max(flat)} {unit} time grows more slowly than the work: a call costs something whatever "
-            "its size (each operator is started, threads are woken), and small products do not fill the processor."
+            f"{where}: up to {flat[-1]['size']} {unit} time grows more slowly than the work. Usual reasons, not "
+            "measured here: a call costs something whatever its size (each operator is started, threads are woken), "
+            "and small products do not fill the processor."
         )
     if steep := [row for row in rows[1:] if row["exponent"] > most]:
         first = steep[0]
         said.append(
             f"{where}: at {first['size']} {unit} time grows faster than the work, with the power "
-            f"{first['exponent']:.2f}: what the layers hand on no longer fits the caches, or attention weighs in."
+            f"{first['exponent']:.2f}. Usual reasons, not measured here: what the layers hand on no longer fits the "
+            "caches, or attention weighs in."
         )
+    if late := [str(row["size"]) for row in rows[1 + len(flat) :] if row["exponent"] < least]:
+        said.append(f"{where}: at {', '.join(late)} {unit} time grows more slowly than the work, though not before.")
     return said or [f"{where}: linear over the whole range."]
 
 
@@ -251,35 +266,48 @@ def _labels_sentence(name: str, rows: Sequence[Mapping[str, Any]]) -> str:
     )
 
 
-def _saturation(name: str, rows: Sequence[Mapping[str, Any]], threads: int) -> str:
+def _saturation(name: str, rows: Sequence[Mapping[str, Any]]) -> str:
     most = max(row["requests_per_s"] for row in rows)
     full = next(row for row in rows if row["requests_per_s"] >= FULL_SHARE * most)
+    if full is rows[-1]:
+        return (
+            f"{name}, clients: the rate still grows at {full['size']} clients, the most measured: "
+            f"{full['requests_per_s']:.0f} requests/s, p50 {full['p50_ms']:.1f} ms."
+        )
     return (
-        f"{name}, clients: {full['size']} clients reach {full['requests_per_s']:.0f} requests/s, and more gain nothing "
-        f"(at most {most:.0f}): {threads} cores are busy. From there p50 grows with the clients, as each waits for the "
-        f"others: {full['p50_ms']:.1f} ms with {full['size']}, {rows[-1]['p50_ms']:.1f} with {rows[-1]['size']}."
+        f"{name}, clients: {full['size']} clients reach {full['requests_per_s']:.0f} requests/s, and more of them at "
+        f"most {most:.0f}. p50 is {full['p50_ms']:.1f} ms with {full['size']}, {rows[-1]['p50_ms']:.1f} with "
+        f"{rows[-1]['size']}: clients that share a rate wait the longer, the more they are."
     )
+
+
+def _failures(name: str, rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    return [
+        f"{name}, clients: {row['failures']} requests of {row['size']} clients failed and are not in the times, the "
+        f"first with: {row['first_failure']}"
+        for row in rows
+        if row["failures"]
+    ]
 
 
 def tables(result: Mapping[str, Any]) -> list[Table]:
     """The result for people."""
     made = []
     for what, sweep in result["sweeps"].items():
-        last = "requests/s" if what == "clients" else "power since the row above"
-        header = [f"system, {sweep['unit']}", "p50 ms", "p95 ms", "us each", last]
-        lines = []
-        for name, rows in sweep["systems"].items():
-            for row in rows:
-                end = number(row["requests_per_s"], 1) if what == "clients" else number(row["exponent"])
-                times = [number(row["p50_ms"]), number(row["p95_ms"]), number(row.get("us_each"), 0)]
-                lines.append([f"{name}, {row['size']}", *times, end])
+        columns = (("p50 ms", "p50_ms", 2), ("p95 ms", "p95_ms", 2), *MORE_COLUMNS[what])
+        header = [f"system, {sweep['unit']}", *(heading for heading, _, _ in columns)]
+        lines = [
+            [f"{name}, {row['size']}", *(number(row[key], digits) for _, key, digits in columns)]
+            for name, rows in sweep["systems"].items()
+            for row in rows
+        ]
         made.append(Table(f"{what.capitalize()}: {result['conditions'][what]}", header, lines))
-    made.append(Table("What is not linear, and why", ["finding"], [[sentence] for sentence in result["findings"]]))
+    made.append(Table("What is not linear", ["finding"], [[sentence] for sentence in result["findings"]]))
     return made
 
 
 def html(result: Mapping[str, Any]) -> str:
-    """The result as a page with a plot of each sweep."""
+    """The result as a page with the plots."""
     heading = f"Scale: {result['task']}"
     lines = [*report.headline(result).splitlines(), *result["findings"]]
     return page.render(
@@ -294,16 +322,16 @@ def html(result: Mapping[str, Any]) -> str:
 
 
 def plots(result: Mapping[str, Any]) -> dict[str, str]:
-    """A plot of each sweep, as SVG, by its name."""
+    """A plot of the times of each sweep, and one of the rate by clients, as SVG, by its name."""
     found = {}
     for what, sweep in result["sweeps"].items():
-        curves = {
-            name: ([row["size"] for row in rows], [row["p50_ms"] for row in rows])
-            for name, rows in sweep["systems"].items()
-        }
-        found[what] = page.svg(what, partial(_draw, curves=curves, unit=sweep["unit"]))
-    return found
+        found[what] = page.svg(what, partial(_draw, sweep=sweep, figure="p50_ms", label="p50, ms"))
+    rate = partial(_draw, sweep=result["sweeps"]["clients"], figure="requests_per_s", label="requests/s")
+    return {**found, "clients-rate": page.svg("clients-rate", rate)}
 
 
-def _draw(axes: Axes, *, curves: Any, unit: str) -> None:
-    page.lines(axes, curves, (unit, "p50, ms"), log_x=True, log_y=True)
+def _draw(axes: Axes, *, sweep: Mapping[str, Any], figure: str, label: str) -> None:
+    curves = {
+        name: ([row["size"] for row in rows], [row[figure] for row in rows]) for name, rows in sweep["systems"].items()
+    }
+    page.lines(axes, curves, (sweep["unit"], label), log_x=True, log_y=True)

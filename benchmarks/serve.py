@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import itertools
 import logging
-import re
 import time
-import urllib.request
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from contextlib import ExitStack
@@ -22,6 +20,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks import report
+from benchmarks.counted import Counted
 from benchmarks.load import Load, closed_loop
 from benchmarks.report import Table, number, ratio
 from compressor.errors import DataError, GateError
@@ -31,7 +30,7 @@ from serving.client import Client
 from serving.errors import ServingError
 from serving.inprocess import Files
 from serving.model import Text
-from serving.online import numbers_of, version_files
+from serving.online import gap_of, numbers_of, version_files
 from serving.runtime import TritonServer, free_port
 
 BATCHES = (1, 8)
@@ -77,14 +76,14 @@ def measure(where: Where, *, plan: Plan, threads: int, seed: int, command: str) 
     repository.read(root)
     names = [model, *([f"{model}_teacher"] if where.teacher else [])]
     texts = read_texts(where.texts, version_files(root / model).is_pair)
-    context = report.context(command=command, seed=seed, threads=threads)
+    begun = report.Begun()
     with TritonServer(root, http_port=free_port(), grpc_port=free_port(), metrics_port=free_port()) as server:
         rows = {name: _one_model(server, root / name, texts, plan, threads, seed) for name in names}
         deaths = server.deaths()
     found = {
         "benchmark": "serve",
         "quick": plan is not FULL,
-        **context,
+        **report.context(begun, command=command, seed=seed, threads=threads),
         "texts": len(texts),
         "clients": plan.clients,
         "models": rows,
@@ -120,27 +119,24 @@ def _one_model(
     log.info("%s: one request at a time ...", folder.name)
     in_process: list[list[float]] = []
     alone: list[float] = []
-    parts = dict.fromkeys(("client", "triton", "tokenizer", "onnxruntime"), 0.0)
+    parts: list[dict[str, float]] = []
     call = version_files(folder).open(threads=1)
     order = itertools.cycle(np.random.default_rng(seed).permutation(len(texts)).tolist())
-    requests = 0
     with Client(server.grpc_url, model=folder.name) as client:
         for turn in range(plan.turns + 1):
             some = [texts[next(order)] for _ in range(50)]
             times = _timed(call, some, plan.turn_s)
-            before = Counted.of(server, folder.name)
+            before = Counted.read(server.grpc_url, server.metrics_url, folder.name)
             served = _timed(lambda text: client.classify([text]), some, plan.turn_s)
-            after = Counted.of(server, folder.name)
+            after = Counted.read(server.grpc_url, server.metrics_url, folder.name)
             if turn:  # the first one warms up
                 in_process.append(times)
                 alone += served
-                requests += len(served)
-                for name, seconds in after.since(before, sum(served) / 1000).items():
-                    parts[name] += seconds
+                parts.append(after.parts_ms(before, float(np.mean(served))))
     found: dict[str, Any] = {
         "in_process": summary([time_ms for times in in_process for time_ms in times]),
         "alone": summary(alone),
-        "parts_ms": {name: 1000 * seconds / requests for name, seconds in parts.items()},
+        "parts_ms": {name: float(np.mean([turn[name] for turn in parts])) for name in parts[0]},
         "load": {},
     }
     # Turn by turn: other work on the machine hits both alike.
@@ -162,49 +158,6 @@ def _timed(call: Callable[[Any], Any], texts: Sequence[Text], seconds: float) ->
         call(text)
         times.append((time.perf_counter() - began) * 1000)
     raise AssertionError("there are texts")
-
-
-@dataclass(frozen=True)
-class Counted:
-    """Seconds that a server has counted of a model so far."""
-
-    total: float
-    """Between a request's arrival in Triton's core and its answer."""
-    tokenizer: float
-    onnxruntime: float
-
-    @classmethod
-    def of(cls, server: TritonServer, model: str) -> Counted:
-        """Ask the server, which hears from its model once a second."""
-        time.sleep(1.1)
-        with Client(server.grpc_url, model=model) as client:
-            # Some to each instance: it hands over what it has counted with the first request a second later.
-            for _ in range(8):
-                client.classify([("a", "b") if client.is_pair else "a"])
-        with urllib.request.urlopen(server.metrics_url) as answer:
-            page = answer.read().decode()
-
-        def total(name: str) -> float:
-            found = re.findall(rf'^{name}{{model="{model}",version="\d+"}} (\S+)$', page, re.MULTILINE)
-            return sum(map(float, found))
-
-        return cls(
-            total("nv_inference_request_duration_us") / 1e6,
-            total("compressor_tokenise_seconds_total"),
-            total("compressor_run_seconds_total"),
-        )
-
-    def since(self, before: Counted, seconds: float) -> dict[str, float]:
-        """Split `seconds` of requests one after the other into parts."""
-        tokenizer = self.tokenizer - before.tokenizer
-        run = self.onnxruntime - before.onnxruntime
-        server = self.total - before.total
-        return {
-            "client": seconds - server,
-            "triton": server - tokenizer - run,
-            "tokenizer": tokenizer,
-            "onnxruntime": run,
-        }
 
 
 def _throughput(
@@ -253,9 +206,8 @@ def _throughput(
 def _graph_alone(files: Files, texts: Sequence[Text]) -> Callable[[float, int], int]:
     """Return what runs the graph alone, on one thread, text after text that is tokenised already, until a moment."""
     session, reader = files.read_graph(threads=1), files.read_tokenizer()
-    feeds = [
-        files.feed(reader.encode(*text) if isinstance(text, tuple) else reader.encode(text), session) for text in texts
-    ]
+    encodings = reader.encode_batch_fast(list(texts))
+    feeds = [files.feed([encoding], files.width(len(encoding)), session) for encoding in encodings]
 
     def run(end: float, seed: int) -> int:
         order = itertools.cycle(np.random.default_rng(seed).permutation(len(feeds)).tolist())
@@ -276,7 +228,7 @@ def _same_answers(server: TritonServer, folder: Path, texts: Sequence[Text]) -> 
         for text, wanted in zip(texts, expected, strict=True):
             found = numbers_of(client.classify([text])[0])
             wrong += max(found, key=lambda name: found[name]) != max(wanted, key=lambda name: wanted[name])
-            gap = max(gap, *(abs(found[name] - wanted[name]) for name in wanted))
+            gap = max(gap, gap_of(found, wanted))
     return {"texts": len(texts), "other_labels": wrong, "largest_difference": gap}
 
 

@@ -19,7 +19,8 @@ from typing import Any
 import numpy as np
 import psutil
 
-from benchmarks.load import Answered, Load, closed_loop
+from benchmarks.counted import Counted
+from benchmarks.load import WARMUP_REQUESTS, Answered, Load, closed_loop
 from benchmarks.local import Effort, read_test, rounds_summary, validation_texts
 from benchmarks.open_loop import Arrivals, Arrived, open_loop
 from benchmarks.runs import Run
@@ -48,6 +49,8 @@ class Server:
     """From its start until it was ready; None if it ran already."""
     pid: int | None = None
     """Of the parent of its processes, if it was started here."""
+    metrics_url: str | None = None
+    """Address of its metrics page, if it was started here."""
 
     def processor_s(self) -> float | None:
         """Processor time in seconds of all its processes so far."""
@@ -84,7 +87,8 @@ def server(root: Path, url: str | None) -> Iterator[Server]:
     log.info("served: starting Triton on %s ...", root)
     began = perf_counter()
     with TritonServer(root, http_port=free_port(), grpc_port=free_port(), metrics_port=free_port()) as triton:
-        yield Server(url=triton.grpc_url, ready_s=perf_counter() - began, pid=triton.pid)
+        ready_s = perf_counter() - began
+        yield Server(url=triton.grpc_url, ready_s=ready_s, pid=triton.pid, metrics_url=triton.metrics_url)
 
 
 def served_names(run: Run, url: str) -> list[str]:
@@ -100,12 +104,20 @@ def served_names(run: Run, url: str) -> list[str]:
 
 
 def measure_served(
-    run: Run, running: Server, in_process_NC: Logits, effort: Effort, *, rates_per_s: Sequence[float], seed: int
+    run: Run,
+    running: Server,
+    in_process_NC: Logits,
+    effort: Effort,
+    *,
+    untrained: Mapping[str, Server],
+    rates_per_s: Sequence[float],
+    seed: int,
 ) -> dict[str, dict[str, Any]]:
     """By served model, student first: the metric through the server, and latency and throughput under load.
 
-    `in_process_NC` are the INT8 student's logits of the test rows; no `rates_per_s` takes shares of what each model
-    answers at most. Raises ServingError if the server cannot be asked or answers other labels than the task's.
+    `in_process_NC` are the INT8 student's logits of the test rows; of the `untrained` models, by name on their own
+    servers, only the closed loop is measured; no `rates_per_s` takes shares of what each other model answers at most.
+    Raises ServingError if the server cannot be asked or answers other labels than the task's.
     """
     url, names = running.url, served_names(run, running.url)
     test_texts, label_N = read_test(run, effort)
@@ -119,8 +131,9 @@ def measure_served(
         def send_planned(load: Arrivals, texts: Sequence[Query]) -> Arrived:
             return process.submit(open_loop, load, texts).result()
 
-        loads = measure_loads(send, running, names, texts, effort, seed)
-        rates = {name: list(rates_per_s) for name in names} if rates_per_s else chosen_rates(loads, effort)
+        loads = measure_loads(send, {**dict.fromkeys(names, running), **untrained}, texts, effort, seed)
+        trained = {name: loads[name] for name in names}
+        rates = {name: list(rates_per_s) for name in names} if rates_per_s else chosen_rates(trained, effort)
         planned = measure_arrivals(send_planned, url, rates, texts, effort, seed)
     found: dict[str, dict[str, Any]] = {}
     teacher = f"{run.task.name}_teacher"
@@ -130,31 +143,48 @@ def measure_served(
         facts = {**measure(run.task, answers[name], label_N), "against_teacher": against}
         found[name] = {"test": facts, "load": loads[name], "open_loop": planned[name]}
     found[names[0]]["test"]["against_in_process"] = paired(run.task, in_process_NC, answers[names[0]], label_N)
-    return found
+    return found | {name: {"test": None, "load": loads[name], "open_loop": []} for name in untrained}
 
 
 def ask(url: str, model: str, texts: Sequence[tuple[str, ...]], task: Task) -> Logits:
     """What `model` answers over gRPC (N, C): 1 for the label it gives, or its values."""
     log.info("served: %s answers %d test texts ...", model, len(texts))
     with Client(url, model=model) as client:
-        if set(client.labels) != set(task.labels):
-            raise ModelError(
-                f"{model} on {url} answers labels {list(client.labels)}; {task.name} has {list(task.labels)}; "
-                "start the server on this run's model repository"
-            )
+        _check_labels(client, url, model, task)
         return served_logits(client, task, texts)
 
 
+def check_server(run: Run, root: Path, url: str | None) -> None:
+    """Raise ServingError if the server cannot be asked, or started on `root`, or answers other labels than the task's.
+
+    So that this is known before what takes long.
+    """
+    with server(root, url) as running, Client(running.url, model=run.task.name) as client:
+        _check_labels(client, running.url, run.task.name, run.task)
+
+
+def _check_labels(client: Client, url: str, model: str, task: Task) -> None:
+    if set(client.labels) != set(task.labels):
+        raise ModelError(
+            f"{model} on {url} answers labels {list(client.labels)}; {task.name} has {list(task.labels)}; "
+            "start the server on this run's model repository"
+        )
+
+
 def measure_loads(
-    send: Send, running: Server, models: Sequence[str], texts: Sequence[Query], effort: Effort, seed: int
+    send: Send, models: Mapping[str, Server], texts: Sequence[Query], effort: Effort, seed: int
 ) -> dict[str, list[dict[str, Any]]]:
-    """By model, one row per concurrency; the models take turns. Raises ServingError if no request is answered."""
+    """By model, of those on each server: one row per concurrency; the models take turns.
+
+    Raises ServingError if no request is answered.
+    """
     rows: dict[str, list[dict[str, Any]]] = {model: [] for model in models}
     for concurrency in effort.concurrency:
         log.info("served: %d concurrent clients ...", concurrency)
         parts: dict[str, list[Answered]] = {model: [] for model in models}
         spent_s: dict[str, list[float]] = {model: [] for model in models}
-        for turn, model in _turns(models, effort.served_rounds):
+        for turn, model in _turns(list(models), effort.served_rounds):
+            running = models[model]
             load = Load(
                 url=running.url, model=model, concurrency=concurrency, seconds=effort.served_turn_s, seed=seed + turn
             )
@@ -166,6 +196,27 @@ def measure_loads(
         for model in models:
             rows[model].append(load_row(concurrency, parts[model], spent_s[model]))
     return rows
+
+
+def time_split_ms(run: Run, running: Server, effort: Effort, seed: int) -> dict[str, dict[str, float]]:
+    """By served model with a graph of its own: where the time of a mean request of one client goes, in ms.
+
+    From the server's own counters; empty for a server that was not started here, whose metrics page is not known.
+    """
+    if running.metrics_url is None:
+        return {}
+    found, texts = {}, queries(validation_texts(run))
+    names = [name for name in served_names(run, running.url) if not name.endswith("_cascade")]
+    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as process:
+        for name in names:
+            log.info("served: where the time of a request of %s goes ...", name)
+            load = Load(url=running.url, model=name, concurrency=1, seconds=effort.served_turn_s, seed=seed)
+            before = Counted.read(running.url, running.metrics_url, name)
+            answered = process.submit(closed_loop, load, texts).result()
+            _check_answered([answered], answered.failures, "one client")
+            after = Counted.read(running.url, running.metrics_url, name)
+            found[name] = after.parts_ms(before, float(np.mean(answered.times_ms)))
+    return found
 
 
 def _turns(models: Sequence[str], rounds: int) -> Iterator[tuple[int, str]]:
@@ -184,12 +235,14 @@ def load_row(concurrency: int, parts: Sequence[Answered], server_cpu_s: Sequence
     _check_answered(parts, failures, f"{concurrency} concurrent clients")
     answered = sum(len(part.times_ms) for part in parts)
     seconds = sum(part.seconds for part in parts)
+    asked = answered + len(failures) + WARMUP_REQUESTS * concurrency * len(parts)
     return {
         "concurrency": concurrency,
         **rounds_summary([part.times_ms for part in parts]),
         "requests_per_s": answered / seconds,
         "requests_by_round_per_s": [len(part.times_ms) / part.seconds for part in parts],
-        "server_cpu_s_per_1000_texts": 1000 * sum(server_cpu_s) / answered if server_cpu_s else None,
+        "server_cpu_s_per_1000_texts": 1000 * sum(server_cpu_s) / asked if server_cpu_s else None,
+        "client_cpu_s_per_1000_texts": 1000 * sum(part.processor_s for part in parts) / answered,
         "seconds": seconds,
         "failures": len(failures),
         "first_failure": failures[0] if failures else None,

@@ -35,14 +35,16 @@ def compare_starts(
     made = by_kind(run)
     corpus, teacher = (required(made, kind, run) for kind in ("examples", "teacher"))
     task = task_of(corpus)
-    context = report.context(command=command, seed=seeds[0], threads=threads)
+    begun = report.Begun()
     rows = []
     for seed in seeds:
         for name, init in starts.items():
             log.info("%s, seed %d ...", name, seed)
-            begun = config.model_copy(update={"student": config.student.model_copy(update={"init": init})})
+            recipe = config.model_copy(update={"student": config.student.model_copy(update={"init": init})})
             folder = out / f"{re.sub('[^a-zA-Z0-9]', '-', init).strip('-')}-seed{seed}"
-            found = distil(begun, epochs=epochs, seed=seed, examples=corpus, corpus=corpus, teacher=teacher, out=folder)
+            found = distil(
+                recipe, epochs=epochs, seed=seed, examples=corpus, corpus=corpus, teacher=teacher, out=folder
+            )
             rows.append({"start": name, "init": init, "seed": seed, **found})
     summary = {name: mean_of([row["score"] for row in rows if row["start"] == name]) for name in starts}
     return {
@@ -50,7 +52,7 @@ def compare_starts(
         "task": task.name,
         "metric": METRIC_NAMES[task.metric],
         "run": str(run),
-        **context,
+        **report.context(begun, command=command, seed=seeds[0], threads=threads),
         "teacher_score": teacher.metrics["validation"]["score"],
         "student": config.student.model_dump(exclude={"init"}),
         "epochs_per_phase": epochs,

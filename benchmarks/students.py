@@ -25,8 +25,8 @@ def distil(
     """A student as `config` has it, after `epochs` of the intermediate and of the prediction phase on `examples`.
 
     Its stages are folders whose names begin with `out`; what is there already is not repeated. Returns the steps and
-    seconds of each phase, and the metric on the validation rows of `corpus`: at the start, if it has one, and in the
-    end.
+    seconds of each phase, the metric on the validation rows of `corpus`, at the start, if it has one, and in the end,
+    and on its test rows in the end.
     """
     phases = tuple(
         DistillConfig.model_validate(
@@ -45,7 +45,7 @@ def distil(
             found["score_at_start"] = made.metrics.get("at_start", {}).get("score")
         found[f"{objective}_steps"] = made.metrics["history"]["steps"]
         found[f"{objective}_seconds"] = made.manifest["seconds"]
-    return {**found, "score": made.metrics["validation"]["score"]}
+    return {**found, "score": made.metrics["validation"]["score"], "test_score": made.metrics["test"]["score"]}
 
 
 def mean_of(scores: Sequence[float]) -> dict[str, Any]:
@@ -57,11 +57,11 @@ def mean_of(scores: Sequence[float]) -> dict[str, Any]:
     return {"mean": mean, "interval_95": [mean - spread, mean + spread], "seeds": len(scores)}
 
 
-def score_columns(made: Sequence[Mapping[str, Any]], mean: Mapping[str, Any]) -> list[str]:
+def score_columns(made: Sequence[Mapping[str, Any]], mean: Mapping[str, Any], *, score: str = "score") -> list[str]:
     """Scores x 100 of the students of all seeds, their mean and its interval."""
     interval = mean["interval_95"]
     return [
-        " / ".join(number(100 * row["score"], 1) for row in made),
+        " / ".join(number(100 * row[score], 1) for row in made),
         number(100 * mean["mean"], 1),
         f"{100 * interval[0]:.1f} to {100 * interval[1]:.1f}" if interval else MISSING,
     ]

@@ -14,9 +14,12 @@ from benchmarks.local import (
     STUDENT,
     THROUGHPUT,
     THROUGHPUT_BATCH,
+    CallsOf,
     Effort,
+    calls_of_a_round,
     read_test,
     rounds_summary,
+    rows_of_a_round,
     throughput,
     validation_texts,
 )
@@ -25,7 +28,7 @@ from benchmarks.runs import Run, forms_of
 from compressor.evaluate import Logits, measure, paired, queries
 from compressor.latency import Call
 from compressor.tasks import Task
-from serving.inprocess import PAD_MULTIPLE, Files
+from serving.inprocess import Files
 from serving.model import Text
 
 log = logging.getLogger(__name__)
@@ -44,23 +47,13 @@ def files_of(forms: Forms) -> Files:
 
 
 def open_student(forms: Forms, threads: int) -> Classify:
-    """Our way from texts to labels, or to the numbers of a regression: one padded batch, as on the server."""
-    files = files_of(forms)
-    reader, session = files.read_tokenizer(), files.read_graph(threads)
-    reader.enable_padding(pad_id=forms.pad_id, pad_to_multiple_of=PAD_MULTIPLE)
-    names = [tensor.name for tensor in session.get_inputs()]
+    """Our way from texts to labels, or to the numbers of a regression: as on the server."""
+    logits_of = files_of(forms).open_batches(threads)
 
     def classify(texts: Sequence[Text]) -> list[Any]:
-        rows = reader.encode_batch(list(texts))
-        tensors = {
-            "input_ids": [row.ids for row in rows],
-            "attention_mask": [row.attention_mask for row in rows],
-            "token_type_ids": [row.type_ids for row in rows],
-        }
-        logits_BC = session.run(["logits"], {name: np.array(tensors[name], dtype=np.int64) for name in names})[0]
         if not forms.labels:
-            return [float(value) for value in logits_BC[:, 0]]
-        return [forms.labels[index] for index in logits_BC.argmax(axis=1).tolist()]
+            return [float(logits_C[0]) for logits_C in logits_of(texts)]
+        return [forms.labels[int(logits_C.argmax())] for logits_C in logits_of(texts)]
 
     return classify
 
@@ -81,7 +74,7 @@ def measure_texts(
         log.info("text to label: %s ...", peer.about)
         systems[name] = peer.open(forms, threads)
     classifiers = {name: classify for name, (classify, _) in systems.items()}
-    one = effort.time_rounds(_calls(classifiers, texts, 1, seed), seed)
+    one = effort.time_rounds(_calls(classifiers, texts, 1, seed), seed, least=calls_of_a_round(1))
     many = effort.time_rounds(_calls(classifiers, texts, THROUGHPUT_BATCH, seed), seed)
     found = {}
     for name, (classify, size_bytes) in systems.items():
@@ -99,14 +92,19 @@ def measure_texts(
     return found
 
 
-def _calls(classifiers: Mapping[str, Classify], texts: Sequence[Text], batch: int, seed: int) -> dict[str, Call]:
-    """A call of each system on the next `batch` texts, in one seeded order."""
+def _calls(classifiers: Mapping[str, Classify], texts: Sequence[Text], batch: int, seed: int) -> CallsOf:
+    """Calls of each system on the texts of the round."""
 
-    def call(classify: Classify) -> Call:
-        order = itertools.cycle(np.random.default_rng(seed).permutation(len(texts)).tolist())
-        return lambda: classify([texts[next(order)] for _ in range(batch)])
+    def calls_of(number: int) -> dict[str, Call]:
+        rows_KB = rows_of_a_round(len(texts), batch, seed, number).tolist()
 
-    return {name: call(classify) for name, classify in classifiers.items()}
+        def call(classify: Classify) -> Call:
+            batches = itertools.cycle([[texts[row] for row in row_B] for row_B in rows_KB])
+            return lambda: classify(next(batches))
+
+        return {name: call(classify) for name, classify in classifiers.items()}
+
+    return calls_of
 
 
 def _in_batches(classify: Classify, texts: Sequence[Text]) -> list[Any]:

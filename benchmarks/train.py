@@ -89,7 +89,7 @@ def train(corpus: Path, base: str, *, plan: Plan, threads: int, seed: int, comma
 
     `base` is the source of a model whose tokenizer makes the rows. Raises CompressorError if one of them is unusable.
     """
-    context = report.context(command=command, seed=seed, threads=threads)
+    begun = report.Begun()
     with tempfile.TemporaryDirectory() as scratch:
         encoded = _encoded(corpus, base, Path(scratch))
         torch.set_num_threads(threads)
@@ -97,10 +97,9 @@ def train(corpus: Path, base: str, *, plan: Plan, threads: int, seed: int, comma
             "intermediate": intermediate_steps(plan, encoded, seed),
             "prediction": prediction_steps(plan, encoded, seed),
         }
-        result = {
+        result: dict[str, Any] = {
             "benchmark": "train",
             "quick": plan is not FULL,
-            **context,
             "batch": BATCH,
             "tokens_mean": float(encoded.lengths(np.arange(len(encoded))).mean()),
             "losses": compared_losses(plan, encoded, seed),
@@ -116,7 +115,7 @@ def train(corpus: Path, base: str, *, plan: Plan, threads: int, seed: int, comma
         "two_processes_intermediate": _speedup(processes["intermediate"], "two", "one"),
         "two_processes_prediction": _speedup(processes["prediction"], "two", "one"),
     }
-    return result
+    return result | report.context(begun, command=command, seed=seed, threads=threads)
 
 
 def _encoded(corpus: Path, base: str, cache: Path) -> Encoded:
@@ -158,7 +157,7 @@ def published_step(module: nn.Module, encoded: Encoded, seed: int) -> Step:
     def step() -> int:
         row_B = next(batches)
         terms = module(Tensors.of(padded.batch(row_B), ALONE.device))
-        torch.stack(list(terms.values())).sum().backward()  # type: ignore[no-untyped-call]  # torch's gap
+        torch.autograd.backward(torch.stack(list(terms.values())).sum())
         for value in terms.values():
             value.item()
         nn.utils.clip_grad_norm_(module.parameters(), 1.0, foreach=False)
@@ -355,8 +354,8 @@ def check_targets(result: Mapping[str, Any]) -> None:
     """Raise GateError if losses differ, if a speed-up is below its target, or if nobody can tell."""
     if result["machine_was_busy"]:
         raise GateError(
-            f"{result['cpu_in_use_before_percent']:.0f} % of the processor was in use by other work, the bound is "
-            f"{machine.BUSY_PERCENT} %: steps cannot be timed beside it; run again on a quiet machine"
+            f"{report.other_work(result)}, the bound is {machine.BUSY_PERCENT} %: steps cannot be timed beside it; "
+            "run again on a quiet machine"
         )
     missed = [
         f"{name} is {result['speedups'][name]['rows_per_s']:.2f} times as fast; the target is at least {target:g}"

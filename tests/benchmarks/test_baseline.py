@@ -12,13 +12,14 @@ from compressor.errors import ArtifactError, GateError
 FILE = Path("compare.json")
 
 
-def ratio(value: float, interval: list[float] | None, than: str = "teacher_pytorch") -> dict[str, Any]:
-    name = {"figure": "p50", "where": "1x32", "system": "student_int8", "than": than}
+def ratio(value: float, interval: list[float] | None, than: str = "teacher_pytorch", **changes: str) -> dict[str, Any]:
+    name = {"figure": "p50", "where": "1x32", "system": "student_int8", "than": than} | changes
     return {**name, "ratio": value, "interval_95": interval, "rounds": 8}
 
 
-def result(*rows: dict[str, Any], task: str = "sst2", cores: int = 2) -> dict[str, Any]:
-    return {"task": task, "command": "c", "machine": {"cores": cores}, "ratios": list(rows)}
+def result(*rows: dict[str, Any], cores: int = 2, **changes: Any) -> dict[str, Any]:
+    how = {"task": "sst2", "quick": False, "threads": 2} | changes
+    return {**how, "command": "c", "machine": {"cores": cores}, "ratios": list(rows)}
 
 
 @pytest.mark.parametrize(
@@ -28,7 +29,7 @@ def result(*rows: dict[str, Any], task: str = "sst2", cores: int = 2) -> dict[st
         ((40.0, [30.0, 50.0]), (30.0, [29.0, 31.0]), False),  # the intervals overlap
         ((40.0, [39.5, 40.5]), (37.0, [36.5, 37.5]), False),  # by 7.5 % only
         ((40.0, [39.0, 41.0]), (50.0, [49.0, 51.0]), False),  # better
-        ((40.0, None), (30.0, None), True),  # one round each: the values themselves
+        ((40.0, None), (30.0, [29.0, 31.0]), False),  # one round: nothing is known of it
     ],
 )
 def test_lower_by_more_than_the_tolerance_and_than_the_rounds_vary(was: Any, now: Any, regressed: bool) -> None:
@@ -39,27 +40,57 @@ def test_lower_by_more_than_the_tolerance_and_than_the_rounds_vary(was: Any, now
         with pytest.raises(GateError) as error:
             check_baseline(found)
         assert error.value.exit_code == 3
-        assert "1 of 1 ratios regressed by more than 10 % since compare.json: p50 of student_int8 against" in str(
-            error.value
-        )
-        assert "teacher_pytorch (1x32) fell by 25.0 %, from 40.00 to 30.00 times" in str(error.value)
+        said = str(error.value)
+        assert "1 of 1 ratios regressed by more than allowed since compare.json: p50 of student_int8 against" in said
+        assert "teacher_pytorch (1x32) fell by 25.0 % (allowed 10 %), from 40.00 to 30.00 times" in said
     else:
         check_baseline(found)
 
 
+@pytest.mark.parametrize(
+    ("was", "now", "regressed"),
+    [
+        ((1.003, [0.991, 1.015]), (0.97, [0.96, 0.98]), True),
+        ((1.003, [0.991, 1.015]), (0.97, [0.95, 0.992]), False),  # the intervals overlap
+        ((1.0, [0.997, 1.01]), (0.995, [0.99, 0.996]), False),  # by half a per cent only
+    ],
+)
+def test_of_the_accuracy_a_hundredth_may_go(was: Any, now: Any, regressed: bool) -> None:
+    first, second = (ratio(*each, figure="accuracy", where="in process") for each in (was, now))
+    found = against_baseline(result(second), result(first), file=FILE, tolerance=0.1)
+    assert found["compared"][0]["is_regression"] is regressed
+
+
 def test_only_what_both_have_is_compared_and_the_rest_is_named() -> None:
-    now, before = result(ratio(2.0, None), ratio(1.0, None, "openvino"), cores=4), result(ratio(2.1, None))
+    now, before = (
+        result(ratio(2.0, None), ratio(1.0, None, "openvino"), cores=4),
+        result(ratio(2.1, None), ratio(3.0, None, "optimum")),
+    )
     found = against_baseline(now, before, file=FILE, tolerance=0.1)
     assert [row["than"] for row in found["compared"]] == ["teacher_pytorch"]
     assert found["only_now"] == ["p50, 1x32, student_int8, openvino"]
-    assert found["only_before"] == []
+    assert found["only_before"] == ["p50, 1x32, student_int8, optimum"]
+    assert table(found).rows[-1] == ["p50, 1x32, student_int8, optimum", "", "-", "", "not measured now"]
     assert found["is_same_machine"] is False
     assert table(found).rows[0][3] == "-4.8 %"
 
 
-def test_another_task_is_refused() -> None:
-    with pytest.raises(ArtifactError, match="is of the task rte, this run of sst2"):
-        against_baseline(result(), result(task="rte"), file=FILE, tolerance=0.1)
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"task": "rte"}, "was measured with task rte, this run with sst2"),
+        ({"quick": True}, "was measured with --quick True, this run with False"),
+        ({"threads": 1}, "was measured with --threads 1, this run with 2"),
+    ],
+)
+def test_what_was_measured_otherwise_is_refused(changes: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(ArtifactError, match=sentence):
+        against_baseline(result(ratio(2.0, None)), result(ratio(2.0, None), **changes), file=FILE, tolerance=0.1)
+
+
+def test_a_baseline_without_a_ratio_in_common_is_refused() -> None:
+    with pytest.raises(ArtifactError, match="has no ratio that this run has; measure it again"):
+        against_baseline(result(ratio(2.0, None)), result(ratio(2.0, None, "optimum")), file=FILE, tolerance=0.1)
 
 
 @pytest.mark.parametrize(

@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 import typer
 
-from benchmarks import __main__ as command_line
 from benchmarks import report
 from benchmarks.__main__ import app
 from benchmarks.conditions import CONDITIONS
 from benchmarks.report import Table
+from benchmarks.show import show
 
 COMMANDS: dict[str, Any] = typer.main.get_command(app).commands
 
@@ -34,9 +34,12 @@ def test_each_command_s_result_says_what_it_holds_for(name: str) -> None:
 
 
 def test_a_result_is_shown_with_its_conditions(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    result = {"benchmark": "soak", **report.context(command="python -m benchmarks soak", seed=5, threads=1)}
+    result = {
+        "benchmark": "soak",
+        **report.context(report.Begun(), command="python -m benchmarks soak", seed=5, threads=1),
+    }
     table = Table("Sizes", ["system", "MB"], [["teacher", "90.0"]])
-    command_line._show(result, [table], tmp_path, quick=True, as_json=True)
+    show(result, [table], tmp_path, quick=True, as_json=True)
     shown = json.loads(capsys.readouterr().out)
     assert shown == json.loads((tmp_path / "soak.json").read_text())
     assert (shown["quick"], shown["seed"], shown["command"]) == (True, 5, "python -m benchmarks soak")

@@ -50,7 +50,7 @@ def test_compare_gives_one_json_object_and_a_baseline(
     assert run(monkeypatch, "compare", *flags) == 0
     out, _ = capsys.readouterr()
     result = json.loads(out, parse_constant=pytest.fail)
-    assert (result["benchmark"], result["schema_version"], result["seed"], result["threads"]) == ("compare", 1, 3, 1)
+    assert (result["benchmark"], result["schema_version"], result["seed"], result["threads"]) == ("compare", 2, 3, 1)
     assert result["machine"]["cores"] >= 1
     assert result["versions"]["onnxruntime"]
     assert json.loads((tmp_path / "compare.json").read_text()) == result
@@ -58,7 +58,7 @@ def test_compare_gives_one_json_object_and_a_baseline(
     check_in_process(result)
     check_costs(result)
     check_served(result)
-    check_time_split(result)
+    assert result["time_split_ms"] == {}  # the server's metrics page is not known
     assert result["verdict"].startswith("The INT8 student keeps")
     assert result["calibration"]["systems"]["student_int8"]["rows"] == 36
     assert 0 < result["overhead"]["share"] < 1
@@ -106,14 +106,6 @@ def check_costs(result: dict[str, Any]) -> None:
             assert row["cpu_s_per_1000_texts"] > 0
             # 0.36 for an hour of a core is 0.0001 for a second; a million texts are 1,000 times a thousand.
             assert row["price_per_million_texts"] == pytest.approx(0.1 * row["cpu_s_per_1000_texts"])
-
-
-def check_time_split(result: dict[str, Any]) -> None:
-    assert set(result["time_split_ms"]) == {"sst2", "sst2_teacher"}
-    for name, parts in result["time_split_ms"].items():
-        assert list(parts) == ["tokenizer", "graph", "server_and_client"]
-        alone = next(row["p50_ms"] for row in result["served"][name]["load"] if row["concurrency"] == 1)
-        assert sum(parts.values()) == pytest.approx(max(alone, parts["tokenizer"] + parts["graph"]))
 
 
 def check_served(result: dict[str, Any]) -> None:

@@ -23,7 +23,15 @@ def system(name: str, number: int) -> dict[str, Any]:
 
 def served(number: int) -> dict[str, Any]:
     load = [
-        {**TIMES, "concurrency": n, "requests_per_s": 90.0 * n, "server_cpu_s_per_1000_texts": None, "failures": 0}
+        {
+            **TIMES,
+            "concurrency": n,
+            "requests_per_s": 90.0 * n,
+            "server_cpu_s_per_1000_texts": None,
+            "client_cpu_s_per_1000_texts": 0.5,
+            "price_per_million_texts": None,
+            "failures": 0,
+        }
         for n in (1, 4)
     ]
     planned = [
@@ -52,7 +60,7 @@ def result(count: int) -> dict[str, Any]:
         "verdict": "The INT8 student keeps 99.0 % of the teacher's test accuracy.",
         "metric": "accuracy",
         "price_per_core_hour": 0.04,
-        **report.context(command="python -m benchmarks compare", seed=0, threads=1),
+        **report.context(report.Begun(), command="python -m benchmarks compare", seed=0, threads=1),
         "conditions": dict.fromkeys(
             ("in_process", "text_to_label", "start", "processor_time", "served", "ratios"), "so"
         ),
@@ -66,7 +74,7 @@ def result(count: int) -> dict[str, Any]:
         "start": {name: {"first_answer_s": 1.5, "uss_bytes": 50_000_000} for name in ("process_alone", *names)},
         "processor_time": {name: {"one_at_a_time": spent, "batches_of_32": spent} for name in names},
         "served": {name: served(n) for n, name in enumerate(["sst2", "sst2_teacher", *names[2:]][:count])},
-        "time_split_ms": {"sst2": {"tokenizer": 0.1, "graph": 0.8, "server_and_client": 1.1}},
+        "time_split_ms": {"sst2": {"client": 0.4, "triton": 0.7, "tokenizer": 0.1, "onnxruntime": 0.8}},
         "server": {"ready_s": 4.0, "uss_bytes": 900_000_000},
         "ratios": [{**ratio, "than": name, **exactly(0.5 + n)} for n, name in enumerate(names[1:])],
         "targets": [

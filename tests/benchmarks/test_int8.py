@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
-import numpy as np
+import onnx
 import pytest
 
 from benchmarks import int8 as benchmark
 from compressor.errors import GateError
 from compressor.evaluate import MODEL_FILE
+from compressor.stages.quantize.candidates import CANDIDATES
+from compressor.stages.quantize.rewriting import products, quantize_graph
 from tests.benchmarks.conftest import TinyBuild
 
 
@@ -18,11 +21,14 @@ def result() -> dict[str, Any]:
     clocks = {"wall_ms": 2.0, "processor_ms": 1.0}
     row = {"scores": {"1": 0.9, "64 mixed": 0.9}, "drop": 0.0, "flips": 0.0, "batch_logit_difference": 0.0}
     row |= {"agreement_fp32": 1.0, "agreement_teacher": 0.97, "size_bytes": 14_600_000, "metric": "accuracy"}
-    times = {"fp32": {"p50_ms": 3.0}, "int8": {"p50_ms": 1.0}, "speedup": 3.0}
+    times = {"fp32": {"p50_ms": 3.0}, "int8": {"p50_ms": 1.0}, "speedup": 3.0, "products_speedup": 3.5}
     return {
         "scheme": "static",
+        "int8_cpu": "avx512_vnni",
+        "products": {"int8": 18, "fp32": 1},
         "threads": 2,
         "machine_was_busy": False,
+        "other_work_meanwhile_percent": 5.0,
         "cpu_in_use_before_percent": 3.0,
         "one_core": {"1x16": {"model": {**clocks, "processor_ms": 1.6}, "products": clocks}},
         "latency": {"1x32": times, "1x128": times},
@@ -33,12 +39,21 @@ def result() -> dict[str, Any]:
 
 
 def test_the_products_alone_are_the_graph_s_own(tiny_build: TinyBuild) -> None:
-    session, feeds = benchmark.products_alone(tiny_build.run / "6-quantize" / MODEL_FILE, 8)
-    # One layer, whose keys and values alone are of every token; the pooler.
-    assert {name: value.shape[1] for name, value in feeds.items() if value.shape[1] > 1} != {}
-    found = session.run(None, feeds)
-    assert sorted(value.shape[1] for value in found) == [1, 1, 1, 1, 1, 8]
-    assert all(np.isfinite(value).all() for value in found)
+    graphs = [tiny_build.run / folder / MODEL_FILE for folder in ("6-quantize", "5-export/student")]
+    for graph, in_int8 in zip(graphs, (6, 0), strict=True):
+        call, shapes = benchmark.products_alone(graph, 8)
+        # One layer, whose keys and values alone are of every token; the pooler; the classifier, which is never in INT8.
+        assert sorted(rows for rows, _ in shapes.values()) == [1, 1, 1, 1, 1, 1, 8]
+        assert benchmark._count_products(graph) == {"int8": in_int8, "fp32": 7 - in_int8}
+        assert call() is None  # nothing is copied out
+
+
+def test_products_that_were_left_in_fp32_are_counted(tiny_build: TinyBuild, tmp_path: Path) -> None:
+    source, graph = tiny_build.run / "5-export" / "student" / MODEL_FILE, tmp_path / MODEL_FILE
+    left = [item.name for item in products(onnx.load(source))][:2]
+    quantize_graph(source, graph, CANDIDATES["per-row"], excluded=left)
+    assert benchmark._count_products(graph) == {"int8": 4, "fp32": 3}
+    assert len(benchmark.products_alone(graph, 8)[1]) == 7
 
 
 def test_targets_are_met() -> None:
@@ -69,7 +84,17 @@ def test_a_missed_target_fails_by_name(change: dict[str, Any], message: str) -> 
         benchmark.check_targets(result() | change)
 
 
+def test_without_vnni_a_target_that_cannot_be_met_is_not_met() -> None:
+    slow = {"1x32": {"speedup": 1.4, "products_speedup": 1.75}}
+    message = r"as fast; the target is 1\.8, which is for processors with VNNI: .* its products alone are 1\.75 times"
+    with pytest.raises(GateError, match=message):
+        benchmark.check_targets(result() | {"int8_cpu": "avx2", "latency": slow})
+    benchmark.check_targets(result() | {"int8_cpu": "avx2"})  # met all the same
+
+
 def test_tables_hold_times_and_batches() -> None:
     text = "\n".join(table.markdown() for table in benchmark.tables(result()))
     assert "| 1x16 | 1.600 | 1.000 | 2.000 | 2.000 | 1.60 |" in text
+    assert "its own products (18 in INT8, 1 in fp32)" in text
+    assert "| 1x128 | 3.000 | 1.000 | 3.00 | 3.50 |" in text
     assert "| int8 | 90.00 | 90.00 | 0.00 | 0.0e+00 | 100.00 | 97.00 | 14.60 |" in text

@@ -12,7 +12,7 @@ from benchmarks import local
 from benchmarks.local import Effort, System, measurement_overhead, read_test, rounds_summary, throughput
 from benchmarks.runs import open_run
 from compressor.checkpoints import load_tokenizer
-from compressor.dataset import encode
+from compressor.dataset import Inputs, encode
 from compressor.evaluate import OnnxPredictor, predict
 from tests.benchmarks.conftest import TinyBuild
 
@@ -24,7 +24,8 @@ def test_throughput_is_all_texts_over_all_time() -> None:
 
 
 def test_the_stopwatch_shows_a_known_delay() -> None:
-    times = EFFORT.time_rounds({"short": lambda: time.sleep(0.004), "long": lambda: time.sleep(0.012)}, seed=0)
+    calls = {"short": lambda: time.sleep(0.004), "long": lambda: time.sleep(0.012)}
+    times = EFFORT.time_rounds(local.always(calls), seed=0)
     assert {name: len(rounds) for name, rounds in times.items()} == {"short": 3, "long": 3}
     for name, delay_ms in (("short", 4.0), ("long", 12.0)):
         found = rounds_summary(times[name])
@@ -32,6 +33,34 @@ def test_the_stopwatch_shows_a_known_delay() -> None:
         assert delay_ms <= found["min_ms"] < delay_ms + 1
         assert delay_ms <= found["p50_ms"]
         assert len(found["p50_by_round_ms"]) == 3
+
+
+@pytest.mark.parametrize("batch", [1, 32])
+def test_slow_and_fast_systems_read_the_same_texts_in_a_round(
+    batch: int, tiny_build: TinyBuild, tmp_path: Path
+) -> None:
+    run = open_run(tiny_build.run)
+    encoded = encode(run.corpus, "validation", load_tokenizer(run.int8.path), run.max_tokens, cache=tmp_path)
+    read: dict[str, list[list[int]]] = {"slow": [], "fast": []}
+
+    def system(name: str, delay_s: float) -> System:
+        def predictor(inputs: Inputs) -> Any:
+            time.sleep(delay_s)
+            read[name].append(inputs.input_ids_BS.ravel().tolist())
+
+        return System(predictor=predictor, size_bytes=1, encoded={"validation": encoded})
+
+    calls = local.real_calls({"slow": system("slow", 0.02), "fast": system("fast", 0.0)}, batch, seed=0)
+    of_round = []
+    for number in range(2):
+        read["slow"].clear()
+        read["fast"].clear()
+        replace(EFFORT, rounds=1).time_rounds(
+            lambda _, number=number: calls(number), 0, least=local.calls_of_a_round(batch)
+        )
+        assert {tuple(ids) for ids in read["fast"]} == {tuple(ids) for ids in read["slow"]}
+        of_round.append({tuple(ids) for ids in read["slow"]})
+    assert of_round[0] != of_round[1]
 
 
 def test_a_round_s_median_is_of_its_own_calls() -> None:

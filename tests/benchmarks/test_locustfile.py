@@ -2,12 +2,14 @@
 
 import csv
 import json
+import re
 import subprocess
 import sys
 import time
 import urllib.parse
 import urllib.request
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +28,14 @@ def locust(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, timeout=60, stdin=subprocess.DEVNULL)
 
 
+def served(server: TritonServer) -> int:
+    """How many requests the server has executed for the model that takes texts."""
+    with urllib.request.urlopen(server.metrics_url) as page:
+        found = re.search(r'^nv_inference_request_success{model="sst2",version="1"} (\d+)$', page.read().decode(), re.M)
+    assert found
+    return int(found[1])
+
+
 @pytest.fixture
 def texts(tmp_path: Path) -> Path:
     """A file with one text a line."""
@@ -39,6 +49,7 @@ def texts(tmp_path: Path) -> Path:
 def test_a_run_records_each_request(tiny_server: TritonServer, texts: Path, tmp_path: Path, protocol: str) -> None:
     url = tiny_server.http_url if protocol == "http" else tiny_server.grpc_url
     raw, summary = tmp_path / "raw.csv", tmp_path / "summary.json"
+    before = served(tiny_server)
     done = locust(
         *("-u", "2", "-r", "2", "-t", "3s", "--host", url, "--protocol", protocol, "--texts", str(texts)),
         *("--batch", "3", "--raw", str(raw), "--summary", str(summary)),
@@ -50,6 +61,7 @@ def test_a_run_records_each_request(tiny_server: TritonServer, texts: Path, tmp_
     assert found["request"] == f"{protocol.upper()} sst2 x3"
     assert (found["answered"], found["failures"]) == (len(rows), 0)
     assert len(rows) > 10
+    assert served(tiny_server) - before == len(rows) + 2  # two users' first requests; none was given up at the end
     assert any("." in row["response_ms"] and float(row["response_ms"]) % 1 > 0 for row in rows)
     assert found["p50_ms"] <= found["p90_ms"]
     assert f"{protocol.upper()} sst2 x3: p50 {found['p50_ms']:.3f} ms" in done.stderr
@@ -113,36 +125,53 @@ def test_processes_hand_their_raw_times_to_the_master(tiny_server: TritonServer,
 
 @pytest.mark.triton
 def test_the_web_page_starts_and_runs_a_load(tiny_server: TritonServer, texts: Path) -> None:
+    with opened("--host", tiny_server.http_url, "--texts", str(texts)) as address:
+        assert "locust" in fetch(address).decode().lower()
+        start(address, user_count=1, spawn_rate=1, host=tiny_server.http_url, rate=10.0)
+
+        def answered() -> int:
+            stats = json.loads(fetch(f"{address}/stats/requests"))["stats"]
+            return sum(row["num_requests"] for row in stats if row["name"].startswith("sst2"))
+
+        assert eventually(lambda: answered() or None)
+
+
+@pytest.mark.triton
+def test_each_start_in_the_page_begins_anew(tiny_server: TritonServer, texts: Path, tmp_path: Path) -> None:
+    raw, summary = tmp_path / "raw.csv", tmp_path / "summary.json"
+    arguments = ("-u", "2", "--step-users", "1", "--step-seconds", "2", "--rate", "20", "--texts", str(texts))
+    with opened(*arguments, "--raw", str(raw), "--summary", str(summary)) as address:
+        for batch in (1, 2):
+            start(address, host=tiny_server.http_url, batch=batch)
+            eventually(lambda: json.loads(fetch(f"{address}/stats/requests"))["state"] == "running" or None)
+            eventually(lambda: json.loads(fetch(f"{address}/stats/requests"))["state"] == "stopped" or None)
+    facts = json.loads(summary.read_text())
+    (found,) = facts["requests"]
+    with raw.open(newline="") as file:
+        assert {row["request"] for row in csv.DictReader(file)} == {"HTTP sst2 x2"} == {found["request"]}
+    answered = [step["requests"][0]["answered"] for step in facts["steps"]]
+    assert len(answered) == 2
+    assert sum(answered) == found["answered"]
+
+
+@contextmanager
+def opened(*arguments: str) -> Iterator[str]:
+    """The address of locust's page, for as long as the block runs."""
     port = free_port()
-    command = [
-        sys.executable,
-        "-m",
-        "locust",
-        "-f",
-        str(LOCUSTFILE),
-        "--web-host",
-        "127.0.0.1",
-        "--web-port",
-        str(port),
-    ]
-    command += ["--host", tiny_server.http_url, "--texts", str(texts)]
+    command = [sys.executable, "-m", "locust", "-f", str(LOCUSTFILE), "--web-host", "127.0.0.1"]
+    command += ["--web-port", str(port), *arguments]
     with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as page:
         try:
             address = f"http://127.0.0.1:{port}"
-            shown = eventually(lambda: fetch(address).decode())
-            assert "locust" in shown.lower()
-            form = urllib.parse.urlencode(
-                {"user_count": 1, "spawn_rate": 1, "host": tiny_server.http_url, "rate": 10.0}
-            )
-            assert json.loads(fetch(f"{address}/swarm", form.encode()))["success"] is True
-
-            def answered() -> int:
-                stats = json.loads(fetch(f"{address}/stats/requests"))["stats"]
-                return sum(row["num_requests"] for row in stats if row["name"].startswith("sst2"))
-
-            assert eventually(lambda: answered() or None)
+            eventually(lambda: fetch(address))
+            yield address
         finally:
             page.terminate()
+
+
+def start(address: str, **form: Any) -> None:
+    """Send the form of the page."""
+    assert json.loads(fetch(f"{address}/swarm", urllib.parse.urlencode(form).encode()))["success"] is True
 
 
 def fetch(address: str, form: bytes | None = None) -> bytes:
@@ -171,6 +200,16 @@ def test_steps_of_no_length_are_one_sentence(texts: Path) -> None:
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.parametrize("where", ["--headless", "--web-port"])
+def test_steps_up_to_no_number_of_users_are_one_sentence(texts: Path, where: str) -> None:
+    mode = [where] if where == "--headless" else ["--web-host", "127.0.0.1", where, str(free_port())]
+    command = [sys.executable, "-m", "locust", "-f", str(LOCUSTFILE), *mode, "--step-users", "1", "--texts", str(texts)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=30, stdin=subprocess.DEVNULL)
+    assert done.returncode == 1
+    assert "--step-users 1 needs -u" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
 def test_no_server_is_one_sentence_and_an_exit_code(texts: Path) -> None:
     done = locust("-u", "1", "-t", "1s", "--host", "127.0.0.1:1", "--texts", str(texts))
     assert done.returncode == 1
@@ -188,7 +227,7 @@ def test_missing_texts_are_one_sentence_and_an_exit_code(tmp_path: Path) -> None
 UNITS = """
 import runpy, sys
 file = runpy.run_path(sys.argv[1])
-from serving.client import Classification, Regression
+from serving.exchange import Classification, Regression
 
 def refused(label, score, probabilities, count=1):
     answer = Classification(text="a", label=label, score=score, probabilities=probabilities)
@@ -224,6 +263,56 @@ assert found["p50_ms"] == 11.5 and found["p99_ms"] is None, found
 assert abs(found["answered_per_s"] - 20 / 0.221) < 1e-6, found
 assert not any(name in sys.modules for name in ("torch", "compressor", "transformers"))
 """
+
+
+PAGE = """
+import argparse, runpy, sys
+file = runpy.run_path(sys.argv[1])
+from locust.argument_parser import get_parser, ui_extra_args_dict
+from locust.env import Environment
+
+assert set(ui_extra_args_dict([])) == {"model", "batch", "seed", "rate"}
+
+options = get_parser().parse_args(["--texts", sys.argv[2]])
+environment = Environment(events=file["events"], parsed_options=options)
+recorder = file["Recorder"](environment)
+recorder.listen()
+
+def measured(heard):
+    environment.events.request.fire(
+        request_type="HTTP", name="sst2 x1", response_time=1.0, exception=None, start_time=0.0, response_length=0
+    )
+    assert recorder._samples
+    getattr(environment.events, heard).fire(environment=environment)
+    return recorder._samples
+
+assert not measured("test_start")
+assert not measured("reset_stats")
+
+first = [recorder.next_user().random() for _ in range(2)]
+environment.events.test_start.fire(environment=environment)
+assert [recorder.next_user().random() for _ in range(2)] == first
+
+def refused(**changes):
+    vars(options).update(batch=1, rate=0.0)
+    vars(options).update(changes)
+    file["HttpClassifier"].recorder = recorder
+    try:
+        file["HttpClassifier"](environment).on_start()
+    except argparse.ArgumentTypeError:
+        return True
+    return False
+
+environment.host = "127.0.0.1:1"
+assert not refused()
+assert refused(batch=0) and refused(rate=-1.0) and refused(rate=float("nan"))
+"""
+
+
+def test_the_page_offers_what_it_can_change_and_starts_anew(texts: Path) -> None:
+    command = [sys.executable, "-c", PAGE, str(LOCUSTFILE), str(texts)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
 
 
 READS = """

@@ -8,11 +8,12 @@ import pytest
 from benchmarks import peers
 from benchmarks.peers import PEERS, TextPeer, TokenPeer, check_peers
 from benchmarks.runs import forms_of, open_run
-from benchmarks.text_to_label import open_student
+from benchmarks.text_to_label import files_of, open_student
 from compressor.checkpoints import load_tokenizer
 from compressor.dataset import Inputs
 from compressor.errors import ConfigError
 from compressor.evaluate import OnnxPredictor
+from serving.inprocess import Files
 from tests.benchmarks.conftest import TEXTS, TinyBuild
 
 
@@ -30,6 +31,23 @@ def test_a_peer_that_is_not_installed_names_the_command(monkeypatch: pytest.Monk
     monkeypatch.setattr(peers, "find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"needs the package openvino, which is not installed; run `python -m pip"):
         check_peers(["openvino"])
+
+
+def test_our_way_runs_rows_of_one_width_together_and_answers_as_for_each_alone(
+    forms: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    texts = [("good " * words).strip() for words in (1, 12, 2, 11, 3)]
+    files = files_of(forms)
+    expected = [files.open()(text) for text in texts]
+    shapes, feed = [], Files.feed
+
+    def watched(self: Files, encodings: Any, width: int, session: Any) -> Any:
+        shapes.append((len(encodings), width))
+        return feed(self, encodings, width, session)
+
+    monkeypatch.setattr(Files, "feed", watched)
+    assert open_student(forms, 1)(texts) == [max(answer, key=lambda label: answer[label]) for answer in expected]
+    assert sorted(shapes) == [(2, 16), (3, 8)]
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of the libraries that are compared with

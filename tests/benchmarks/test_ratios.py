@@ -28,7 +28,7 @@ def by_name(rows: list[dict[str, Any]]) -> dict[tuple[str, str, str, str], dict[
 
 def test_in_process_more_is_better_everywhere() -> None:
     rows = ratios.in_process(
-        {TEACHER: system([70.0, 70.0], 90, [10.0, 10.0]), STUDENT: system([2.0, 2.0], 9, [50.0, 50.0])}
+        {TEACHER: system([70.0, 70.0], 90, [10.0, 10.0]), STUDENT: system([2.0, 2.0], 9, [50.0, 50.0])}, "matthews"
     )
     found = by_name(rows)
     assert found["p50", "1x32", STUDENT, TEACHER]["ratio"] == pytest.approx(35.0)
@@ -37,14 +37,14 @@ def test_in_process_more_is_better_everywhere() -> None:
         found["size", "file", STUDENT, TEACHER] | {"ratio": 10.0, "interval_95": [10.0, 10.0]}
         == (found["size", "file", STUDENT, TEACHER])
     )
-    kept = found["accuracy", "in process", STUDENT, TEACHER]
+    kept = found["matthews", "in process", STUDENT, TEACHER]
     assert kept["ratio"] == pytest.approx(1 / 1.25)  # the pair is teacher / student
     assert kept["interval_95"] == pytest.approx([1 / 1.3, 1 / 1.2])
 
 
 def test_the_rounds_own_ratios_count_so_that_a_slow_round_hurts_neither() -> None:
     rows = ratios.in_process(
-        {TEACHER: system([10.0, 100.0], 9, [1.0, 1.0]), STUDENT: system([1.0, 10.0], 9, [1.0, 1.0])}
+        {TEACHER: system([10.0, 100.0], 9, [1.0, 1.0]), STUDENT: system([1.0, 10.0], 9, [1.0, 1.0])}, "accuracy"
     )
     found = by_name(rows)["p50", "1x32", STUDENT, TEACHER]
     assert found["ratio"] == pytest.approx(10.0)
@@ -58,12 +58,49 @@ def test_served_models_are_compared_with_the_served_teacher() -> None:
         "sst2_teacher": model([20.0], [100.0]),
         "sst2_cascade": model([10.0], [150.0]),
     }
-    found = by_name(ratios.served(models))
+    found = by_name(ratios.served(models, "accuracy"))
     assert found["served p50", "4 clients", "sst2", "sst2_teacher"]["ratio"] == pytest.approx(4.0)
     assert found["served requests/s", "4 clients", "sst2_cascade", "sst2_teacher"]["ratio"] == pytest.approx(1.5)
     assert found["accuracy", "served", "sst2_cascade", "sst2_teacher"]["ratio"] == pytest.approx(2.0)
     assert not any(name[2] == "sst2_teacher" for name in found)
-    assert ratios.served({"sst2": model([5.0], [300.0])}) == []
+    assert ratios.served({"sst2": model([5.0], [300.0])}, "accuracy") == []
+
+
+def test_the_served_student_alone_is_compared_with_bert_base() -> None:
+    models = {"sst2": model([5.0], [300.0]), "sst2_teacher": model([20.0], [100.0])}
+    models[BERT_BASE] = model([100.0], [20.0]) | {"test": None}
+    found = by_name(ratios.served(models, "accuracy"))
+    assert found["served p50", "4 clients", "sst2", BERT_BASE]["ratio"] == pytest.approx(20.0)
+    assert found["served requests/s", "4 clients", "sst2", BERT_BASE]["ratio"] == pytest.approx(15.0)
+    assert {name[2] for name in found if name[3] == BERT_BASE} == {"sst2"}
+    assert BERT_BASE not in {name[2] for name in found}
+
+
+@pytest.mark.parametrize(
+    ("pair", "ratio", "interval"),
+    [
+        ({}, None, None),  # the student's metric is not above 0
+        ({"ratio": 0.0}, None, None),  # the teacher's is 0
+        ({"ratio": 2.0}, 0.5, None),
+        ({"ratio": 2.0, "ratio_95": (-0.5, 3.0)}, 0.5, None),  # of Matthews: an end beyond 0 has no inverse
+    ],
+)
+def test_a_metric_that_is_not_above_zero_has_no_ratio(pair: Any, ratio: Any, interval: Any) -> None:
+    found = ratios._inverse(pair)
+    assert (found["ratio"], found["interval_95"]) == (ratio, interval)
+
+
+@pytest.mark.parametrize(
+    ("interval", "standing"),
+    [
+        ([1.01, 1.2], ratios.Standing.AHEAD),
+        ([0.9, 0.99], ratios.Standing.BEHIND),
+        ([0.9, 1.1], ratios.Standing.OPEN),
+        (None, ratios.Standing.OPEN),
+    ],
+)
+def test_without_an_interval_two_systems_are_not_told_apart(interval: Any, standing: ratios.Standing) -> None:
+    assert ratios.standing_of({"ratio": 0.95, "interval_95": interval}) is standing
 
 
 def reached(ratio: float, high: float) -> dict[str, Any]:

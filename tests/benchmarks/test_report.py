@@ -26,10 +26,23 @@ def test_a_figure_that_was_not_measured_is_a_dash() -> None:
 
 def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     (tmp_path / "taken").write_text("")
-    result = report.context(command="python -m benchmarks compare", seed=0, threads=1)
-    assert result["cpu_in_use_before_percent"] >= 0
+    result = report.context(report.Begun(), command="python -m benchmarks compare", seed=0, threads=1)
     with pytest.raises(ArtifactError, match=r"cannot write to --out .*taken"):
-        report.write(tmp_path / "taken", "compare", result, [TABLE])
+        report.write(tmp_path / "taken", "compare", result | {"conditions": "quiet"}, [TABLE])
+
+
+@pytest.mark.parametrize(
+    ("before", "meanwhile", "is_busy"), [(10.0, 10.0, False), (10.5, 0.0, True), (0.0, 10.5, True)]
+)
+def test_other_work_counts_before_the_measurement_and_during_it(
+    monkeypatch: pytest.MonkeyPatch, before: float, meanwhile: float, is_busy: bool
+) -> None:
+    monkeypatch.setattr(report.machine, "in_use_percent", lambda: before)
+    monkeypatch.setattr(report.machine.OtherWork, "percent", lambda self: meanwhile)
+    result = report.context(report.Begun(), command="python -m benchmarks compare", seed=0, threads=1)
+    assert result["machine_was_busy"] is is_busy
+    said = f"other work used {before:.0f} % of the processor before and {meanwhile:.0f} % meanwhile"
+    assert report.headline(result).endswith(said + (": do not publish these times" if is_busy else ""))
 
 
 def test_ratio_by_hand() -> None:

@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import accumulate
 from typing import Any
 
 import pytest
 
 from benchmarks import scale
+from benchmarks.load import Answered, Load
 from benchmarks.scale import Plan, attention_share, findings, growth
+from benchmarks.served import Query
+from serving.errors import ServingError
 from tests.benchmarks.conftest import TinyBuild
 
 PLAN = Plan(tokens=(8, 16, 512), batches=(1, 2), labels=(2, 9), clients=(1, 2), rounds=1, turn_s=0.0, served_s=0.3)
@@ -35,7 +41,7 @@ def rows(*times_ms: float) -> list[dict[str, Any]]:
 
 def said(what: str, measured: list[dict[str, Any]]) -> str:
     sweeps = {what: {"unit": "units", "systems": {"ours": measured}}}
-    return " ".join(findings(sweeps, {"ours": {1: 0.1, 2 ** (len(measured) - 1): 0.4}}, threads=2))
+    return " ".join(findings(sweeps, {"ours": {1: 0.1, 2 ** (len(measured) - 1): 0.4}}))
 
 
 def test_a_sweep_says_where_it_bends() -> None:
@@ -46,18 +52,57 @@ def test_a_sweep_says_where_it_bends() -> None:
     assert "10 % of a layer's multiplications are between tokens at 1, 40 % at 8" in steep
 
 
+def test_only_the_first_sizes_are_said_to_be_all_start_up() -> None:
+    exponents = (0.5, 1.0, 1.3, 1.2, 0.88)
+    sentences = said("batch", rows(*(2**power for power in accumulate(exponents, initial=0.0))))
+    assert "up to 2 units time grows more slowly than the work" in sentences
+    assert "at 8 units time grows faster than the work, with the power 1.30" in sentences
+    assert "at 32 units time grows more slowly than the work, though not before" in sentences
+    late = said("batch", rows(1, 2, 3))
+    assert "at 4 units" in late
+    assert "up to" not in late
+    assert "linear" not in late
+
+
 def test_labels_are_compared_from_end_to_end() -> None:
     assert "8 labels take +50.0 % of the time of 1" in said("labels", rows(1, 1.2, 1.4, 1.5))
 
 
 def test_clients_are_enough_where_more_gain_nothing() -> None:
     measured = [
-        {"size": size, "p50_ms": p50_ms, "requests_per_s": rate}
+        {"size": size, "p50_ms": p50_ms, "requests_per_s": rate, "failures": 0}
         for size, p50_ms, rate in ((1, 2.0, 480.0), (4, 5.0, 790.0), (16, 20.0, 800.0))
     ]
     sentence = said("clients", measured)
-    assert "4 clients reach 790 requests/s, and more gain nothing (at most 800): 2 cores are busy" in sentence
+    assert "4 clients reach 790 requests/s, and more of them at most 800" in sentence
     assert "5.0 ms with 4, 20.0 with 16" in sentence
+    assert "cores" not in sentence  # how busy they are is not measured
+    still = said("clients", measured[:2])
+    assert "rate still grows at 4 clients, the most measured: 790 requests/s" in still
+    assert "more of them" not in still
+
+
+def test_failed_requests_are_counted_and_no_answer_is_an_error() -> None:
+    plan = replace(PLAN, clients=(1, 256))
+
+    def send(load: Load, texts: Sequence[Query]) -> Answered:
+        failures = ["DeadlineError: late", "DeadlineError: later"] if load.concurrency == 256 else []
+        return Answered([1.0, 2.0], failures, 0.5)
+
+    found = scale.client_rows(send, "host:1", ["sst2"], ["a film"], plan, seed=0)
+    assert [(row["size"], row["requests_per_s"], row["failures"]) for row in found["sst2"]] == [(1, 4, 0), (256, 4, 2)]
+    sentence = "2 requests of 256 clients failed and are not in the times, the first with: DeadlineError: late"
+    assert sentence in said("clients", found["sst2"])
+    (table, _) = scale.tables(
+        {
+            "sweeps": {"clients": {"unit": "clients", "systems": found}},
+            "conditions": {"clients": "closed loop"},
+            "findings": [],
+        }
+    )
+    assert (table.header[-1], [row[-1] for row in table.rows]) == ("failures", ["0", "2"])
+    with pytest.raises(ServingError, match="no request of 1 concurrent clients was answered"):
+        scale.client_rows(lambda load, texts: Answered([], ["lost"], 0.5), "host:1", ["sst2"], ["a film"], plan, seed=0)
 
 
 @pytest.mark.triton
@@ -86,10 +131,14 @@ def test_every_sweep_is_measured(tiny_build: TinyBuild) -> None:
         "Batch",
         "Labels",
         "Clients",
-        "What is not linear, and why",
+        "What is not linear",
     ]
+    headers = {table.title.partition(":")[0]: table.header for table in scale.tables(result)}
+    assert [name for name, header in headers.items() if "us each" in header] == ["Tokens", "Batch"]
+    assert "requests/s" in headers["Clients"]
     plots = scale.plots(result)
-    assert set(plots) == set(sizes)
+    assert set(plots) == {*sizes, "clients-rate"}
+    assert "requests/s" in plots["clients-rate"]
     assert all(text.startswith("<svg") for text in plots.values())
     text = scale.html(result)
     assert text.count("<svg") == len(plots)

@@ -1,10 +1,15 @@
 """What a request costs, and what a server stands."""
 
 import json
+import random
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import grpc
 import pytest
+from tritonclient.grpc import service_pb2_grpc
 from typer.testing import CliRunner
 
 from benchmarks import serve, soak
@@ -13,6 +18,8 @@ from compressor.dataset import Example, write_examples
 from compressor.errors import DataError, GateError
 from compressor.tasks import TASKS
 from serving import repository
+from serving.exchange import Answer, classification, regression
+from serving.inprocess import VALUE
 from tests.serving.conftest import tiny_model
 
 
@@ -96,30 +103,138 @@ def test_mixed_load_and_kills_are_survived(published: tuple[Path, Path], tmp_pat
     assert [kill["killed"] for kill in result["recoveries"]] == ["/bin/tritonserver", "/sst2/"]
     assert all(0 < kill["seconds"] < 60 for kill in result["recoveries"])
     # What is refused is refused with its own error, whatever it is sent beside.
-    assert {kind for kind in result["right"] if kind.startswith("bad")} >= {"bad: empty", "bad: not UTF-8"}
+    assert {kind for kind in result["right"] if kind.startswith("bad")} == {f"bad: {kind}" for kind in soak.REFUSALS}
     assert result["right"]["good"] > 20
+    assert set(result["sent"]) - set(result["right"]) == {"given up", "slow"}
+    # Requests are lost by a kill alone.
+    assert result["lost"]["while up"] == {}
+    assert result["lost"]["while down"]["good"] > 0
+    for name in ("in flight", "while down"):
+        assert sum(result["lost"][name].values()) == sum(kill[name] for kill in result["recoveries"])
     assert len(result["deaths"]) >= 2
+    assert "started again" in result["memory_not_judged"]
+    assert f"not judged: {result['memory_not_judged']}" in soak.tables(result)[1].title
+
+
+def soaked(**changes: Any) -> dict[str, Any]:
+    good = {"minutes": 30.0, "wrong_count": 0, "wrong": [], "rss_mb": {"second_quarter": 100.0, "last_quarter": 104.0}}
+    lost: dict[str, Any] = {"in flight": {}, "while down": {}, "while up": {}}
+    counts = {"sent": {}, "right": {}, "lost": lost, "reasons": lost}
+    return {**good, **counts, "deaths": [], "recoveries": [], "memory_not_judged": None, **changes}
 
 
 def test_what_a_soak_must_show_is_checked() -> None:
-    good = {"minutes": 30.0, "wrong_count": 0, "wrong": [], "rss_mb": {"second_quarter": 100.0, "last_quarter": 104.0}}
-    quiet: dict[str, Any] = {**good, "deaths": [], "recoveries": []}
-    soak.check(quiet)
+    soak.check(soaked())
     for changes, message in (
         ({"wrong_count": 2, "wrong": ["a", "b"]}, "2 wrong answers, the first: a"),
         ({"rss_mb": {"second_quarter": 100.0, "last_quarter": 106.0}}, r"memory grew by 6.0 % \(at most 5\)"),
         ({"deaths": ["it died"]}, "1 deaths by itself"),
+        (
+            {"lost": {"while up": {"good": 2, "bad: empty": 1}}, "reasons": {"while up": {"its queue is full": 3}}},
+            "3 requests lost while the server was up, most often: its queue is full",
+        ),
     ):
         with pytest.raises(GateError, match=message):
-            soak.check(quiet | changes)
+            soak.check(soaked(**changes))
+    soak.check(soaked(lost={"in flight": {"good": 4}, "while down": {"good": 600}, "while up": {}}))
 
 
-def test_memory_is_not_judged_while_a_server_warms_up() -> None:
+@pytest.mark.parametrize(
+    ("began", "ended", "fate"),
+    [
+        (9.0, 9.9, "while up"),
+        (9.9, 10.1, "in flight"),
+        (10.1, 10.2, "while down"),
+        (11.9, 15.0, "while down"),
+        (12.4, 12.4, "while down"),  # its client has not looked again yet
+        (12.6, 12.7, "while up"),
+        (19.9, 20.1, "in flight"),
+    ],
+)
+def test_what_became_of_a_lost_request_is_told_by_when_it_was_sent(began: float, ended: float, fate: str) -> None:
+    kills = [soak.Kill("server", 10.0, 12.0), soak.Kill("model", 20.0, 22.0)]
+    assert soak.fate(soak.Lost("good", began, ended, "no"), kills) == fate
+    assert soak.fate(soak.Lost("good", began, ended, "no"), []) == "while up"
+
+
+@pytest.mark.parametrize(
+    ("answer", "wanted", "mistake"),
+    [
+        (classification("a", "yes", 0.8, {"no": 0.2, "yes": 0.8}), {"no": 0.1, "yes": 0.9}, None),
+        (
+            classification("a", "no", 0.2, {"no": 0.2, "yes": 0.8}),
+            {"no": 0.1, "yes": 0.9},
+            "label 'no' with {'no': 0.2",
+        ),
+        (classification("a", "no", 0.55, {"no": 0.55, "yes": 0.45}), {"no": 0.45, "yes": 0.55}, None),
+        (classification("a", "yes", 0.6, {"no": 0.4, "yes": 0.6}), {"no": 0.1, "yes": 0.9}, "{'no': 0.4, 'yes': 0.6}"),
+        (classification("a", "yes", 1.0, {"yes": 1.0}), {"no": 0.1, "yes": 0.9}, "{'yes': 1.0} instead of"),
+        (regression("a", 3.1), {VALUE: 3.0}, None),
+        (regression("a", 3.3), {VALUE: 3.0}, "{'value': 3.3} instead of"),
+    ],
+)
+def test_labels_and_numbers_are_compared(answer: Answer, wanted: dict[str, float], mistake: str | None) -> None:
+    found = soak.mistake_of(answer, wanted)
+    assert (found or "").startswith(mistake or "")
+    assert bool(found) == bool(mistake)
+
+
+@pytest.mark.parametrize(
+    ("status", "message", "counted"),
+    [
+        ("INVALID_ARGUMENT", "of another request", "wrong"),
+        ("INTERNAL", "broken", "wrong"),
+        ("UNAVAILABLE", "full", "lost"),
+    ],
+)
+def test_a_refusal_must_be_the_bad_request_s_own(status: str, message: str, counted: str) -> None:
+    class Refusing(service_pb2_grpc.GRPCInferenceServiceServicer):
+        def ModelInfer(self, request: Any, context: Any) -> Any:
+            context.abort(grpc.StatusCode[status], message)
+
+    server = grpc.server(ThreadPoolExecutor(1))
+    service_pb2_grpc.add_GRPCInferenceServiceServicer_to_server(Refusing(), server)
+    address: Any = SimpleNamespace(grpc_url=f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}")
+    server.start()
+    seen, chooser = soak.Seen(), random.Random(0)
+    for _ in range(10):
+        soak._bad(address, "sst2", False, seen, chooser)
+    server.stop(None).wait()
+    assert {"wrong": len(seen.wrong), "lost": len(seen.lost)} == {"wrong": 0, "lost": 0, counted: 10}
+    assert not seen.right
+
+
+def test_what_nobody_waits_for_is_shown_as_sent() -> None:
+    result = soaked(sent={"good": 3, "slow": 2}, right={"good": 2}, lost={"while up": {"good": 1}})
+    assert soak.tables(result)[0].rows == [["good", "3", "2", "1"], ["slow", "2", "-", "0"]]
+
+
+@pytest.mark.parametrize(
+    ("deaths", "minutes", "reason"),
+    [
+        ([], 30.0, None),
+        ([], 0.3, "0.3 minutes are too few: in the first 2 a server still warms up"),
+        (["killed"], 30.0, "a process of the server was started again"),
+    ],
+)
+def test_a_soak_says_why_memory_is_not_judged(deaths: list[str], minutes: float, reason: str | None) -> None:
+    assert soak.why_unjudged(deaths, minutes) == reason
     grown = {"second_quarter": 100.0, "last_quarter": 120.0}
-    soak.check({"minutes": 0.3, "wrong_count": 0, "wrong": [], "rss_mb": grown, "deaths": [], "recoveries": []})
+    result = soaked(rss_mb=grown, memory_not_judged=reason)
+    title = soak.tables(result)[1].title
+    if reason is None:
+        assert "not judged" not in title
+        with pytest.raises(GateError, match="memory grew"):
+            soak.check(result)
+    else:
+        assert f"not judged: {reason}" in title
+        soak.check(result)
 
 
 def test_long_texts_are_made_of_the_real_ones() -> None:
     texts = soak._texts(["one two three"] * 300, is_pair=False, seed=0)
     assert [len(str(text).split()) for text in texts[-3:]] == [120, 250, 510]
     assert len({len(str(text).split()) for text in texts}) == 9
+    pairs = soak._texts([("one two three", "four five")] * 300, is_pair=True, seed=0)
+    assert [[len(side.split()) for side in pair] for pair in pairs[-3:]] == [[120] * 2, [250] * 2, [510] * 2]
+    assert {side.split()[0] for _, side in pairs} == {"four", "five"}

@@ -13,18 +13,21 @@ from benchmarks.runs import open_run
 from compressor.tasks import TASKS
 from serving.errors import RepositoryError, ServingError, UnavailableError
 from serving.runtime import TritonServer
+from tests.benchmarks.conftest import TinyBuild
 
 TEXTS = ["a good film", "a bad film with some scenes", "a fine film"]
 EFFORT = Effort(rounds=1, turn_s=0.1, served_rounds=2, served_turn_s=0.3, concurrency=(1, 4), load_shares=(0.5, 0.9))
 
 
 def test_a_row_joins_raw_times_and_counts_failures() -> None:
-    parts = [Answered([1.0, 2.0], [], 1.0), Answered([3.0], ["UnavailableError: full"], 0.5)]
+    parts = [Answered([1.0, 2.0], [], 1.0, 0.3), Answered([3.0], ["UnavailableError: full"], 0.5, 0.6)]
     row = served.load_row(4, parts, [0.25, 0.5])
     assert (row["p50_ms"], row["calls"], row["requests_per_s"], row["failures"]) == (2.0, 3, 2.0, 1)
     assert row["first_failure"] == "UnavailableError: full"
     assert (row["p50_by_round_ms"], row["requests_by_round_per_s"]) == ([1.5, 3.0], [2.0, 2.0])
-    assert row["server_cpu_s_per_1000_texts"] == pytest.approx(250.0)
+    # The server also answered three requests of each of the four clients before each turn.
+    assert row["server_cpu_s_per_1000_texts"] == pytest.approx(1000 * 0.75 / (4 + 3 * 4 * 2))
+    assert row["client_cpu_s_per_1000_texts"] == pytest.approx(300.0)
 
 
 def test_a_load_without_any_answer_is_an_error() -> None:
@@ -33,19 +36,19 @@ def test_a_load_without_any_answer_is_an_error() -> None:
 
 
 def test_models_take_turns_at_each_concurrency() -> None:
-    sent: list[tuple[int, str]] = []
+    sent: list[tuple[int, str, str]] = []
 
     def send(load: Load, texts: Sequence[str]) -> Answered:
-        sent.append((load.concurrency, load.model))
+        sent.append((load.concurrency, load.model, load.url))
         return Answered([1.0], [], 1.0)
 
-    running = served.Server(url="host:1")
-    rows = served.measure_loads(send, running, ["sst2", "sst2_teacher"], TEXTS, EFFORT, seed=0)
-    assert [model for concurrency, model in sent if concurrency == 4] == [
-        "sst2",
-        "sst2_teacher",
-        "sst2_teacher",
-        "sst2",
+    models = {"sst2": served.Server(url="host:1"), "bert_base": served.Server(url="host:2")}
+    rows = served.measure_loads(send, models, TEXTS, EFFORT, seed=0)
+    assert [(model, url) for concurrency, model, url in sent if concurrency == 4] == [
+        ("sst2", "host:1"),
+        ("bert_base", "host:2"),
+        ("bert_base", "host:2"),
+        ("sst2", "host:1"),
     ]
     assert [row["concurrency"] for row in rows["sst2"]] == [1, 4]
     assert rows["sst2"][0]["server_cpu_s_per_1000_texts"] is None
@@ -110,3 +113,16 @@ def test_answers_come_in_the_order_of_the_texts(tiny_server: TritonServer) -> No
     assert rows.shape == (len(TEXTS) * 20, 2)
     assert (rows.sum(axis=1) == 1).all()
     assert np.array_equal(rows[: len(TEXTS)], rows[-len(TEXTS) :])
+
+
+@pytest.mark.triton
+def test_the_parts_of_a_request_come_from_the_server_and_add_up(
+    tiny_build: TinyBuild, tiny_server: TritonServer
+) -> None:
+    running = served.Server(url=tiny_server.grpc_url, metrics_url=tiny_server.metrics_url)
+    split = served.time_split_ms(open_run(tiny_build.run), running, EFFORT, seed=0)
+    assert set(split) == {"sst2", "sst2_teacher"}
+    for parts in split.values():
+        assert list(parts) == ["client", "triton", "tokenizer", "onnxruntime"]
+        assert min(parts.values()) > 0
+        assert sum(parts.values()) < 1000 * EFFORT.served_turn_s
