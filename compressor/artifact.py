@@ -12,7 +12,7 @@ import os
 import shutil
 import time
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -216,11 +216,16 @@ def _show_leader(partial: Path, world: World) -> None:
 def _await_leader(partial: Path, world: World) -> None:
     """Wait for the leader's token. Raises ArtifactError if it does not appear."""
     token, shown = world.broadcast(None), partial / CHECKPOINT / LEADER
+    await_shown(partial, world, lambda: shown.is_file() and shown.read_text(encoding="utf-8") == token)
+
+
+def await_shown(path: Path, world: World, is_shown: Callable[[], bool]) -> None:
+    """Wait until this process sees what the leader wrote. Raises ArtifactError if it does not come to that."""
     until = time.monotonic() + SHARED_PATIENCE_S
-    while not (shown.is_file() and shown.read_text(encoding="utf-8") == token):
+    while not is_shown():
         if time.monotonic() > until:
             raise ArtifactError(
-                f"process {world.rank} does not see {partial} as process 0 wrote it; all machines must share the disk "
+                f"process {world.rank} does not see {path} as process 0 wrote it; all machines must share the disk "
                 "that --out is on"
             )
         time.sleep(0.1)

@@ -1,8 +1,8 @@
 """Checkpoints as they are found: tokenizers, encoders and classifiers, and what of them was used.
 
 Read are the layouts that BERTs and TinyBERTs were released in: safetensors, or a pickle of nothing but tensors; names
-with or without `bert.`; LayerNorms called gamma and beta; TinyBERT's projections, one (`fit_dense`) or one for the
-embedding and each layer (`fit_denses.N`).
+with or without `bert.`, and DataParallel's `module.`; LayerNorms called gamma and beta; TinyBERT's projections, one
+(`fit_dense`) or one for the embedding and each layer (`fit_denses.N`).
 
 Shape legend: D teacher width, d student width.
 """
@@ -27,7 +27,9 @@ from transformers import (
     BertForMaskedLM,
     BertForSequenceClassification,
     BertTokenizerFast,
+    PreTrainedModel,
 )
+from transformers.activations import ACT2FN
 from transformers.utils import logging as transformers_logging
 
 from compressor.errors import ModelError, SourceError
@@ -106,8 +108,7 @@ def load_masked_lm(folder: Path) -> BertForMaskedLM:
     for twin, other in (("decoder.weight", "bert.embeddings.word_embeddings.weight"), ("decoder.bias", f"{CLS}bias")):
         if CLS + twin not in state and other in state:
             state[CLS + twin] = state[other]
-    with torch.device("meta"):
-        needed = BertForMaskedLM(config).state_dict()
+    needed = _needed(BertForMaskedLM, config, folder)
     missing = [name for name in needed if name not in state]
     if missing:
         raise ModelError(
@@ -209,17 +210,19 @@ def general_student(
 
 
 def read_weights(folder: Path) -> Weights:
-    """The tensors of a checkpoint by the names it gives them; safetensors where there is also a pickle.
+    """The tensors of a checkpoint by its own names, without `module.`; safetensors where there is also a pickle.
 
     Raises ModelError if there are none, if they cannot be read, or if the pickle holds anything else.
     """
-    if (folder / SAFETENSORS).is_file():
-        return _read_file(folder / SAFETENSORS)
-    file = folder / PICKLED
+    found = _read_file(folder / SAFETENSORS) if (folder / SAFETENSORS).is_file() else _read_pickle(folder / PICKLED)
+    return {name.removeprefix("module."): tensor for name, tensor in found.items()}
+
+
+def _read_pickle(file: Path) -> Weights:
     try:
         found = torch.load(file, map_location="cpu", weights_only=True)
     except OSError as error:
-        raise _unusable(folder, error) from error
+        raise _unusable(file.parent, error) from error
     except Exception as error:  # a damaged pickle raises whatever its bytes lead to
         raise _no_plain_tensors(file) from error
     if not isinstance(found, dict) or not all(isinstance(tensor, Tensor) for tensor in found.values()):
@@ -240,12 +243,30 @@ def _config(folder: Path) -> BertConfig:
         given, _ = BertConfig.get_config_dict(folder, local_files_only=True)
     except (OSError, ValueError) as error:
         raise _unusable(folder, error) from error
+    except TypeError as error:
+        raise _misconfigured(folder, "holds JSON but no table") from error
     if given.get("model_type", "bert") != "bert":
         raise ModelError(f"{folder} is a {given['model_type']!r} model; only 'bert' is supported")
-    absent = [name for name in SIZES if name not in given]
-    if absent:  # the library would take BERT-base's, and a wrong number of heads fits the weights
-        raise ModelError(f"{folder}/config.json gives no {absent[0]}; use the one that the weights were saved with")
-    return BertConfig.from_dict(given)
+    for name in SIZES:  # the library would take BERT-base's, and a wrong number of heads fits the weights
+        if name not in given:
+            raise _misconfigured(folder, f"gives no {name}")
+        if not isinstance(given[name], int) or given[name] < 1:
+            raise _misconfigured(folder, f"gives {name} {given[name]!r}, which is no whole number above 0")
+    if str(given.get("hidden_act", "gelu")) not in ACT2FN:
+        raise _misconfigured(folder, f"gives hidden_act {given['hidden_act']!r}, which the library does not know")
+    try:
+        return BertConfig.from_dict(given)
+    except (AttributeError, TypeError, ValueError) as error:
+        raise _misconfigured(folder, f"cannot be used ({error})") from error
+
+
+def _needed(kind: type[PreTrainedModel], config: BertConfig, folder: Path) -> Weights:
+    """The weights of a model, without values. Raises ModelError if there can be no such model."""
+    try:
+        with torch.device("meta"):
+            return dict(kind(config).state_dict())
+    except Exception as error:  # the library checks most settings by using them
+        raise _misconfigured(folder, f"describes no model ({error})") from error
 
 
 def _set_head(config: BertConfig, task: Task) -> None:
@@ -276,8 +297,7 @@ def _load(
     Raises ModelError if weights that the encoder needs are missing or of another shape, or if it has no use for some.
     The pooler may be missing where the head is fresh.
     """
-    with torch.device("meta"):
-        needed = BertForSequenceClassification(config).state_dict()
+    needed = _needed(BertForSequenceClassification, config, folder)
     used, ignored = dict[str, str](), list[str]()
     for name in weights:
         ours = _our_name(name)
@@ -366,6 +386,10 @@ def _names(names: tuple[str, ...]) -> str:
 def _unusable(folder: Path, error: Exception) -> ModelError:
     reason = str(error).strip().partition("\n")[0]
     return ModelError(f"the checkpoint {folder} cannot be loaded ({reason}); save it again with save_pretrained()")
+
+
+def _misconfigured(folder: Path, mistake: str) -> ModelError:
+    return ModelError(f"{folder}/config.json {mistake}; use the one that the weights were saved with")
 
 
 def _no_plain_tensors(file: Path) -> ModelError:

@@ -15,8 +15,9 @@ from typing import TYPE_CHECKING, Any
 from compressor import tables
 from compressor.errors import ConfigError, DataError
 from compressor.progress import Progress
-from serving.client import Answer, Classification, Classifier, Regression
+from serving.client import Classifier
 from serving.errors import RequestError
+from serving.exchange import Answer, Classification, Regression
 from serving.model import Text
 
 if TYPE_CHECKING:
@@ -66,7 +67,7 @@ def classify_file(
     with closing(connect()) as client:
         _check_pairs(client, columns)
         added = columns.added(client.labels)
-    facts["rows"] = _checked(source, columns, added)
+    facts["rows"] = _checked(source, out, columns, added)
     batches = _batches(fields for _, fields in tables.records(source))
     progress = Progress("classified rows", total=facts["rows"])
 
@@ -94,16 +95,17 @@ def classify_table(client: Classifier, table: pa.Table | pd.DataFrame, columns: 
     added = columns.added(client.labels)
     is_arrow = isinstance(table, pa.Table)
     names = table.column_names if is_arrow else list(table.columns)
+    tables.check_columns("the table", dict.fromkeys(names), texts=columns.texts, added=added)
     # pandas has a number of ways to say that there is nothing; all of them become None.
     held = [
-        table[name] if is_arrow else pa.array(table[name], from_pandas=True) for name in columns.texts if name in names
+        table[name].to_pylist()
+        if is_arrow
+        else [None if is_na else value for value, is_na in zip(table[name], table[name].isna(), strict=True)]
+        for name in columns.texts
     ]
-    rows = [
-        dict(zip(columns.texts, values, strict=False)) for values in zip(*(c.to_pylist() for c in held), strict=True)
-    ]
-    others = dict.fromkeys(name for name in names if name not in columns.texts)
+    rows = [dict(zip(columns.texts, values, strict=True)) for values in zip(*held, strict=True)]
     for number, row in enumerate(rows, start=1):
-        tables.check_columns(f"the table, row {number}", {**row, **others}, texts=columns.texts, added=added)
+        tables.check_columns(f"the table, row {number}", row, texts=columns.texts)
     found = [answer for batch in _batches(iter(rows)) for answer in answered(client, _texts(batch, columns))]
     cells = list(zip(*(_cells(answer, len(added)) for answer in found), strict=True)) or [()] * len(added)
     for name, values in zip(added, cells, strict=True):
@@ -186,12 +188,13 @@ def _cells(answer: Answer | RequestError, count: int) -> tuple[Any, ...]:
             return (None,) * (count - 1) + (str(answer),)
 
 
-def _checked(source: Path, columns: Columns, added: Sequence[str]) -> int:
-    """The number of rows of a table that can be sent. Raises DataError where one cannot."""
+def _checked(source: Path, out: Path, columns: Columns, added: Sequence[str]) -> int:
+    """The number of rows of a table that can be sent, and written to `out`. Raises DataError where one cannot."""
     count = 0
     for where, fields in tables.records(source):
         count += 1
         tables.check_columns(where, fields, texts=columns.texts, added=added)
+        tables.check_cells(where, fields, out)
     if not count:
         raise DataError(f"{source} has no rows; give a file with a row for each text")
     return count

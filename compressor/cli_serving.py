@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
+from compressor.cli_verify import check_repository
 from compressor.errors import ConfigError
 from compressor.options import JsonOption
 
@@ -42,7 +43,7 @@ def serve(
     from serving.runtime import TritonServer
 
     names = read(repository)
-    for warning in foreign_graphs(repository):
+    for warning in [*foreign_graphs(repository), *crowded_models(repository)]:
         typer.echo(f"take care: {warning}", err=True)
     server = TritonServer(
         repository, http_port=http_port, grpc_port=grpc_port, metrics_port=metrics_port, host=host, log=log
@@ -53,15 +54,29 @@ def serve(
         server.wait_ready(timeout_s)
         typer.echo(f"ready: {', '.join(names)}")
         typer.echo(f"HTTP {server.http_url}, gRPC {server.grpc_url}, metrics {server.metrics_url}")
-        waiting = [f"version {number} of {name}" for name in names if (number := versions.waiting(repository / name))]
-        if waiting:
-            typer.echo(f"waiting for `compressor deploy`: {', '.join(waiting)}")
-        typer.echo('try: compressor classify "a gripping film"; stop with Ctrl-C')
+        if host in ("0.0.0.0", "::", "[::]"):
+            typer.echo(f"other machines may reach it at the same ports: it listens on {host}")
+        asked = [name for name in names if (versions.read_marker(repository / name) or {}).get("role") != "student"]
+        for name in asked:
+            if number := versions.waiting(repository / name):
+                typer.echo(f"version {number} of {name} waits for `compressor deploy --model {name}`")
+        typer.echo(f"try: {_example(repository / asked[0])}; stop with Ctrl-C")
         server.wait()
     except KeyboardInterrupt:
         typer.echo("stopping", err=True)
     finally:
         server.stop()
+
+
+def _example(folder: Path) -> str:
+    """A command that asks the model of this folder."""
+    from serving import versions
+    from serving.online import stored_answers
+
+    stored = stored_answers(folder / str(versions.newest(folder)))
+    if stored and isinstance(stored[0][0], tuple):
+        return f"printf 'a man sings\\ta song is sung' | compressor classify --model {folder.name} -"
+    return f'compressor classify --model {folder.name} "a gripping film"'
 
 
 def foreign_graphs(repository: Path) -> list[str]:
@@ -74,6 +89,25 @@ def foreign_graphs(repository: Path) -> list[str]:
         if warning := machine.foreign_cpu(target, here):
             found[f"{warning}; `--set quantize.target_cpu={here}` makes INT8 for this one"] = None
     return list(found)
+
+
+def crowded_models(repository: Path) -> list[str]:
+    """What is to be known of models that were made for a machine with more cores than this one."""
+    from serving import triton
+    from serving.cores import available_cores
+
+    cores, found = available_cores(), []
+    for file in sorted(repository.glob("*/config.pbtxt")):
+        config = triton.from_text(file.read_text(encoding="utf-8"))
+        threads = int(triton.parameters_of(config).get("intra_op_threads", 0))
+        instances = sum(group.count for group in config.instance_group)
+        # One that takes tensors has no text to read, and is asked by the others.
+        if "labels" in config.parameters and instances * threads > cores:
+            found.append(
+                f"{config.name} runs {instances} x {threads} threads, and this machine has {cores} cores: answers take "
+                f"longer than they need to; publish it again here, or with `--set publish.cores={cores}`"
+            )
+    return found
 
 
 def _interrupt(number: int, frame: object) -> None:
@@ -98,21 +132,7 @@ def verify(
     Names, shapes, types, batch sizes, labels, warm-up files, versions, graphs against configurations and against what
     the server's ONNX Runtime reads, checksums. With --url also what runs, and its answers.
     """
-    from serving.errors import RepositoryError
-    from serving.online import verify_served
-    from serving.verify import verify as verify_repository
-
-    findings = verify_repository(repository, release=release, gpus=gpus)
-    if url is not None and not findings:
-        findings = verify_served(repository, url)
-    if as_json:
-        typer.echo(json.dumps([finding._asdict() for finding in findings]))
-    for model, place, fault in [] if as_json else findings:
-        typer.echo(f"{model or repository.name:<20} {place:<20} {fault}")
-    if findings:
-        raise RepositoryError(f"model repository {repository} has {len(findings)} faults; correct or publish it again")
-    if not as_json:
-        typer.echo(f"{repository}: nothing is wrong")
+    check_repository(repository, release=release, gpus=gpus, url=url, as_json=as_json)
 
 
 def deploy_files(
@@ -153,24 +173,54 @@ def status(url: UrlOption = "127.0.0.1:8001", as_json: JsonOption = False) -> No
         )
 
 
-def deploy(model: ModelOption = "sst2", url: UrlOption = "127.0.0.1:8001", as_json: JsonOption = False) -> None:
-    """Make a running server answer with the newest published version of a model; no request fails meanwhile.
+def deploy(
+    version: Annotated[
+        int | None, typer.Argument(help="Version that was published; the newest if not given.", show_default=False)
+    ] = None,
+    model: ModelOption = "sst2",
+    url: UrlOption = "127.0.0.1:8001",
+    as_json: JsonOption = False,
+) -> None:
+    """Make a running server answer with a published version of a model; no request fails meanwhile.
 
     The version is checked, loaded beside, and asked its stored texts first. If it is not fit it is withdrawn, the old
-    one goes on, and the command fails with 3 if answers were wrong.
+    one goes on, and the command fails with 3 if answers were wrong. If the server dies meanwhile, it waits for another
+    try.
     """
     from serving import operations
     from serving.control import find_control
 
-    _show_change(operations.deploy(find_control(url), model), as_json=as_json)
+    _show_change(operations.deploy(find_control(url), model, version), as_json=as_json)
 
 
-def rollback(model: ModelOption = "sst2", url: UrlOption = "127.0.0.1:8001", as_json: JsonOption = False) -> None:
-    """Withdraw the newest version of a model, and make a running server answer with the one before."""
+def rollback(
+    model: ModelOption = "sst2",
+    url: UrlOption = "127.0.0.1:8001",
+    repository: Annotated[
+        Path | None,
+        typer.Option("--repository", help="Model repository that no server serves now: go back there, ask no server."),
+    ] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Withdraw the newest version of a model, and make a running server answer with the one before.
+
+    That one is loaded beside and asked its stored texts first; if it is not fit nothing is changed.
+    A server that does not come up with the newest version needs --repository: its next start serves the one before.
+    """
     from serving import operations
-    from serving.control import find_control
+    from serving import repository as repositories
+    from serving.control import find_control, is_served
 
-    _show_change(operations.rollback(find_control(url), model), as_json=as_json)
+    if repository is None:
+        _show_change(operations.rollback(find_control(url), model), as_json=as_json)
+        return
+    if is_served(repository):
+        raise ConfigError(f"a server serves {repository} now; name its --url instead of --repository")
+    older = repositories.rollback(repository, model)
+    if as_json:
+        typer.echo(json.dumps({"model": model, "after": older}))
+    else:
+        typer.echo(f"{model} is at version {older} again, from the next start of a server of {repository}")
 
 
 def _show_change(change: Change, *, as_json: bool) -> None:
@@ -199,7 +249,8 @@ def classify(
 
     To a model of pairs, each text is two with a tab between them.
     """
-    from serving.client import Classification, Client
+    from serving.client import Client
+    from serving.exchange import Classification
 
     wanted = [line for text in texts for line in (_stdin_lines() if text == "-" else [text])]
     if not wanted:

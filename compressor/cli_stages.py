@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from compressor.cli_verify import check_repository
 from compressor.errors import ConfigError
 from compressor.options import (
     CorpusOption,
@@ -203,14 +204,25 @@ def publish(
     onnx: Annotated[Path, typer.Option("--onnx", help="Folder made by `compressor export`.")],
     int8: Annotated[Path, typer.Option("--int8", help="Folder made by `compressor quantize`.")],
     repository: RepositoryOption = Path("model_repository"),
+    verify: Annotated[
+        bool,
+        typer.Option(
+            "--verify", help="Check the repository afterwards as `compressor verify` does, and a server of it."
+        ),
+    ] = False,
     task: TaskOption = None,
     recipe: RecipeOption = "auto",
     overrides: SetOption = None,
 ) -> None:
     """Write the models into a Triton model repository."""
+    from compressor import world
+    from serving.control import served_at
+
     config, _, _ = chosen_recipe(task, recipe, "auto", overrides)
     step = _step(config, "publish", repository=repository)
     _run_stage(step, {"int8": int8, "onnx": onnx, "corpus": corpus}, out)
+    if verify and world.leads():
+        check_repository(repository, url=served_at(repository))
 
 
 def _step(

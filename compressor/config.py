@@ -64,6 +64,9 @@ class TaskConfig(Section):
             raise ValueError(f"columns are {list(self.columns)} and label is {self.label!r}; they must all differ")
         if self.labels is not None and self.is_regression:
             raise ValueError(f"metric {self.metric!r} is for numbers, and labels are given; drop one of them")
+        broken = [label for label in self.labels or () if not label.strip() or label.splitlines() != [label]]
+        if broken:
+            raise ValueError(f"labels hold {broken[0]!r}; each must be one line that is not empty")
         if self.labels is not None and len({label.strip().casefold() for label in self.labels}) < len(self.labels):
             raise ValueError(f"labels are {list(self.labels)}; they must differ in more than case")
         return self
@@ -263,13 +266,16 @@ class ExportConfig(Section):
     targets: Annotated[tuple[Literal["cpu", "gpu"], ...], Field(min_length=1, strict=False)] = ("cpu",)
     """`cpu` is the fp32 graph, which INT8 is made from; `gpu` adds one in fp16."""
     triton_release: str = "24.10"
-    """Container release of the Triton that will serve, as 24.10: it decides opset and IR version."""
+    """Container release of the Triton that will serve, 24.06 or later: what it must be able to read."""
     exporter: Literal["auto", "optimum", "torch"] = "auto"
     """What writes the graph; `auto` is Optimum, or PyTorch itself with a Transformers that Optimum cannot work with."""
     max_logit_difference: Annotated[float, Field(gt=0)] = 1e-4
     """Parity gate: largest difference to PyTorch on any validation text."""
     max_logit_difference_fp16: Annotated[float, Field(gt=0)] = 5e-2
     """The same for the fp16 graph."""
+    max_weight_outlier: Annotated[float, Field(gt=1)] = 30.0
+    """Outlier gate: largest norm of a row or column of a dense weight, as a multiple of the median one of that weight.
+    Healthy students, their teachers and MiniLM have at most 6.7."""
 
     @model_validator(mode="after")
     def _has_a_cpu_graph(self) -> ExportConfig:
@@ -285,8 +291,10 @@ Int8Candidate = Literal[
     "static-entropy",
     "static-smooth",
     "static-per-tensor",
+    "static-u8",
     "static-qat",
     "per-row",
+    "per-row-u8",
     "dynamic",
     "dynamic-per-tensor",
     "dynamic-fp32-embeddings",
@@ -300,21 +308,27 @@ class QuantizeConfig(Section):
         "static",
         "static-percentile",
         "static-smooth",
+        "static-u8",
         "per-row",
+        "per-row-u8",
         "dynamic",
         "static-qat",
     )
-    """INT8 schemes to try; the fastest within the bounds wins. `static-qat` trains, if all others miss the bounds."""
+    """INT8 schemes to try; the fastest within the bounds wins. Those in `u8` are for targets without VNNI, others leave
+    them out. `static-qat` trains, if all others miss the bounds."""
     max_metric_drop: Fraction = 0.005
     """Accuracy gate: largest loss on the validation set against the fp32 student, in any batch that a server makes."""
     max_label_flips: Fraction = 0.0
     """Invariance gate: largest share of validation texts whose answer depends on the batch that they are in."""
+    min_agreement: Fraction = 0.97
+    """Agreement gate: least share of validation texts with the fp32 student's answer. Where it is less by no more than
+    so few rows can show (95 %), it holds; a regression has no such gate."""
     max_excluded: Annotated[int, Field(ge=0)] = 3
     """Most dense products that a candidate that loses too much may leave in fp32, the most harmful first."""
     calibration_rows: Positive = 512
     """Training texts that set the activation ranges of the static schemes."""
     target_cpu: TargetCpu = "auto"
-    """Instruction set of the machine that will serve; `auto` is this one. Without VNNI weights get 7 bits."""
+    """Instruction set of the machine that will serve; `auto` is this one. Without VNNI signed weights get 7 bits."""
     trim_vocabulary: bool = False
     """Keep only word pieces that the task's training text, or `vocabulary_texts`, use; others become smaller pieces."""
     vocabulary_texts: Annotated[tuple[str, ...], Field(strict=False)] = ()

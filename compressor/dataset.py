@@ -136,23 +136,24 @@ class Encoded:
 
     _chunks: tuple[_Chunk, ...]
     _pad_id: int
+    _max_tokens: int
     pad_multiple: int = PAD_MULTIPLE
-    """Batches are padded to the longest row, rounded up to a multiple of this."""
+    """Batches are padded to the longest row, rounded up to a multiple of this, but not past the longest possible."""
     _size: int = 0
 
     @staticmethod
-    def open(file: Path, pad_id: int) -> Encoded:
-        """Memory-map what `encoding.encoded_file` wrote."""
+    def open(file: Path, pad_id: int, max_tokens: int) -> Encoded:
+        """Memory-map what `encoding.encoded_file` wrote, in rows of `max_tokens` at most."""
         with pa.memory_map(str(file)) as source:
             reader = pa.ipc.open_file(source)
             chunks = tuple(_Chunk.of(reader.get_batch(number)) for number in range(reader.num_record_batches))
-        return Encoded(chunks, pad_id)
+        return Encoded(chunks, pad_id, max_tokens)
 
     def __len__(self) -> int:
         return sum(len(chunk.label) for chunk in self._chunks)
 
     @property
-    def label_N(self) -> NDArray[Any]:  # noqa: N802  arrays carry shape suffixes
+    def label_N(self) -> NDArray[Any]:
         """Label index (int64) or score (float32) of every row."""
         return _labels(np.concatenate([chunk.label for chunk in self._chunks]))
 
@@ -176,7 +177,9 @@ class Encoded:
         row_B = np.asarray(row_B, dtype=np.int64)
         found = [(self._chunks[row // ROWS_PER_CHUNK], row % ROWS_PER_CHUNK) for row in row_B.tolist()]
         ids = [chunk.ids[chunk.end[place] : chunk.end[place + 1]] for chunk, place in found]
-        size = self._size or -(-max(map(len, ids)) // self.pad_multiple) * self.pad_multiple
+        # A model may have no position past the longest row.
+        rounded = min(-(-max(map(len, ids)) // self.pad_multiple) * self.pad_multiple, self._max_tokens)
+        size = self._size or rounded
         input_ids_BS = np.full((len(row_B), size), self._pad_id, dtype=np.int64)
         for place, row_ids in enumerate(ids):
             input_ids_BS[place, : len(row_ids)] = row_ids
@@ -217,7 +220,7 @@ def encode(
     if world is not None:
         world.barrier()
     # A process on another machine, with a disk of its own, makes the file there.
-    return Encoded.open(file or encoded_file(*arguments), tokenizer.pad_token_id)
+    return Encoded.open(file or encoded_file(*arguments), tokenizer.pad_token_id, max_tokens)
 
 
 class TrainingOrder:

@@ -1,8 +1,12 @@
-"""Texts to token ids, once: a file of small integers that every process maps."""
+"""Texts to token ids, once: a file of small integers that every process maps.
+
+Shape legend: B rows, V tokens of the vocabulary.
+"""
 
 from __future__ import annotations
 
 import hashlib
+import logging
 import os
 from collections.abc import Callable, Iterator
 from itertools import chain
@@ -18,6 +22,7 @@ from tokenizers.models import WordPiece
 from tokenizers.normalizers import BertNormalizer
 from tokenizers.pre_tokenizers import BertPreTokenizer
 
+log = logging.getLogger(__name__)
 FORMAT = 1  # raise it when files of an older version must not be used
 # Of every chunk but the last: the chunk of a row is found by division.
 ROWS_PER_CHUNK = 2**16
@@ -25,6 +30,7 @@ ROWS_PER_CALL = 2**11
 WORDS_KEPT = 2**17  # 30 MB
 LONGEST_KEPT = 64  # characters; text without spaces is one word
 IDS = np.dtype(np.int32)
+MANY_UNKNOWN = 0.05  # of the words
 PROBES = ([["a"]], [["a"], ["b c"]])  # a text and a pair
 
 
@@ -62,22 +68,35 @@ def encoded_file(examples: Path, content: str, tokenizer: Any, max_tokens: int, 
                 left.unlink(missing_ok=True)
         draft = cache / f"{name}.{os.getpid()}.partial"
         try:
-            _write(examples, rules, draft)
+            unknown = _write(examples, rules, tokenizer.unk_token_id, draft)
+            if unknown > MANY_UNKNOWN:
+                log.warning(
+                    "%.0f %% of the words of %s are unknown to the tokenizer, and the model cannot tell them apart; "
+                    "use a model of the text's language",
+                    100 * unknown,
+                    examples,
+                )
             draft.rename(file)
         finally:
             draft.unlink(missing_ok=True)
     return file
 
 
-def _write(examples: Path, rules: Tokenizer, target: Path) -> None:
+def _write(examples: Path, rules: Tokenizer, unknown_id: int | None, target: Path) -> float:
+    """Write the file; returns the share of the words that became [UNK]."""
     dtype = np.dtype(np.uint16 if rules.get_vocab_size() <= np.iinfo(np.uint16).max else np.int32)
     encode = (ByWord if ByWord.fits(rules) else ByRow)(rules, dtype)
+    count_V = np.zeros(max(rules.get_vocab().values()) + 1, np.int64)  # of each token of the vocabulary
     with pa.OSFile(str(examples)) as source, pa.ipc.open_stream(source) as reader:
         label = reader.schema.field("label")
         schema = pa.schema([("input_ids", pa.list_(pa.from_numpy_dtype(dtype))), ("split", pa.uint16()), label])
         with pa.OSFile(str(target), "wb") as file, pa.ipc.new_file(file, schema) as writer:
             for rows in _tables(reader):
-                writer.write_batch(_chunk(rows, encode, schema))
+                writer.write_batch(_chunk(rows, encode, schema, count_V))
+    goes_on = [place for piece, place in rules.get_vocab().items() if piece.startswith("##")]
+    count_V[goes_on + rules.encode("").ids] = 0
+    words = count_V.sum()
+    return float(count_V[unknown_id] / words) if words and unknown_id is not None else 0.0
 
 
 def _tables(reader: pa.RecordBatchReader) -> Iterator[pa.Table]:
@@ -92,12 +111,16 @@ def _tables(reader: pa.RecordBatchReader) -> Iterator[pa.Table]:
         yield held
 
 
-def _chunk(rows: pa.Table, encode: Callable[[Texts], Ids], schema: pa.Schema) -> pa.RecordBatch:
+def _chunk(
+    rows: pa.Table, encode: Callable[[Texts], Ids], schema: pa.Schema, count_V: NDArray[np.int64]
+) -> pa.RecordBatch:
+    """Encoded rows; their tokens are added to `count_V`."""
     columns = [name for name in ("text", "text_b") if name in rows.column_names]
     parts = []
     for start in range(0, len(rows), ROWS_PER_CALL):
         part = rows.slice(start, ROWS_PER_CALL)
         parts.append(encode([part.column(name).to_pylist() for name in columns]))
+        count_V += np.bincount(parts[-1].ids, minlength=len(count_V))
     ids, length_B, split_B = map(np.concatenate, zip(*parts, strict=True))
     end = np.concatenate([[0], np.cumsum(length_B)]).astype(np.int32)
     input_ids = pa.ListArray.from_arrays(pa.array(end), pa.array(ids))

@@ -5,6 +5,7 @@ Shape legend: N rows, C outputs, B batch, S sequence.
 
 from __future__ import annotations
 
+import math
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -21,7 +22,8 @@ from compressor.errors import ArtifactError, ModelError
 from compressor.statistics import bootstrap, mcnemar, share_differences, wilson
 from compressor.tasks import Task
 from compressor.world import World, available_cores
-from serving.client import Classification, Classifier, Regression
+from serving.client import Classifier
+from serving.exchange import Classification, Regression
 
 MODEL_FILE = "model.onnx"
 FP16_FILE = "model.fp16.onnx"
@@ -33,13 +35,14 @@ Predictor = Callable[[Inputs], Logits]
 """Token ids, segments and mask, each (B, S) -> logits (B, C)."""
 
 
-def _f1(label_N: Labels, answer_N: Labels) -> float:
-    """F1 of the second label of two, or the mean over more."""
-    binary = max(label_N.max(), answer_N.max()) <= 1
-    return float(f1_score(label_N, answer_N, average="binary" if binary else "macro", zero_division=0.0))
+Metric = Callable[[Labels, Labels], float]
 
 
-def _correlation(function: Callable[..., Any]) -> Callable[[Labels, Labels], float]:
+def _f1(average: str) -> Metric:
+    return lambda label_N, answer_N: float(f1_score(label_N, answer_N, average=average, zero_division=0.0))
+
+
+def _correlation(function: Callable[..., Any]) -> Metric:
     def correlation(label_N: Labels, answer_N: Labels) -> float:
         if np.ptp(label_N) == 0 or np.ptp(answer_N) == 0:
             return 0.0  # a constant is related to nothing
@@ -48,13 +51,14 @@ def _correlation(function: Callable[..., Any]) -> Callable[[Labels, Labels], flo
     return correlation
 
 
-METRICS: Mapping[str, Callable[[Labels, Labels], float]] = {
+METRICS: Mapping[str, Metric] = {
     "accuracy": lambda label_N, answer_N: float(accuracy_score(label_N, answer_N)),
-    "f1": _f1,
+    "f1": _f1("binary"),  # of the second label
     "matthews": lambda label_N, answer_N: float(matthews_corrcoef(label_N, answer_N)),
     "pearson": _correlation(pearsonr),
     "spearman": _correlation(spearmanr),
 }
+MEAN_F1 = _f1("macro")
 METRIC_NAMES = {
     "accuracy": "accuracy",
     "f1": "F1",
@@ -95,10 +99,15 @@ def same_answers(task: Task, first_NC: Logits, second_NC: Logits) -> NDArray[np.
     return np.asarray(np.abs(first_N - second_N) <= SAME_SCORE * (high - low))
 
 
+def _metric(task: Task, name: str) -> Metric:
+    """A metric of a task. F1 is the mean over the labels if it has more than two, whichever of them some rows hold."""
+    return MEAN_F1 if name == "f1" and task.outputs > 2 else METRICS[name]
+
+
 def scores(task: Task, logits_NC: Logits, label_N: Labels) -> dict[str, float]:
     """Every metric of the task by name, the one that models are chosen by first."""
     answer_N = answers(task, logits_NC)
-    return {name: METRICS[name](label_N, answer_N) for name in task.metrics}
+    return {name: _metric(task, name)(label_N, answer_N) for name in task.metrics}
 
 
 def measure(task: Task, logits_NC: Logits, label_N: Labels) -> dict[str, Any]:
@@ -110,7 +119,8 @@ def measure(task: Task, logits_NC: Logits, label_N: Labels) -> dict[str, Any]:
     if task.metric == "accuracy":
         interval = wilson(int((answer_N == label_N).sum()), rows)
     else:
-        interval = bootstrap(lambda row_N: METRICS[task.metric](label_N[row_N], answer_N[row_N]), rows)
+        metric = _metric(task, task.metric)
+        interval = bootstrap(lambda row_N: metric(label_N[row_N], answer_N[row_N]), rows)
     return {"metric": task.metric, "score": found[task.metric], "interval_95": interval, "rows": rows, "all": found}
 
 
@@ -119,7 +129,7 @@ def blind_score(task: Task, label_N: Labels) -> float:
     if task.is_regression:
         return 0.0
     constant = range(len(task.labels))
-    return max(METRICS[task.metric](label_N, np.full_like(label_N, label)) for label in constant)
+    return max(_metric(task, task.metric)(label_N, np.full_like(label_N, label)) for label in constant)
 
 
 def paired(task: Task, first_NC: Logits, second_NC: Logits, label_N: Labels) -> dict[str, Any]:
@@ -135,30 +145,36 @@ def paired(task: Task, first_NC: Logits, second_NC: Logits, label_N: Labels) -> 
     if task.metric == "accuracy":
         right, discordant = int((first_N == label_N).sum()), (facts["only_first_right"], facts["only_second_right"])
         return facts | share_differences(right, *discordant, rows)
-    metric = METRICS[task.metric]
+    metric = _metric(task, task.metric)
     ours, theirs = metric(label_N, first_N), metric(label_N, second_N)
     spread = bootstrap(lambda row: metric(label_N[row], first_N[row]) - metric(label_N[row], second_N[row]), rows)
     facts |= {"difference": ours - theirs, "difference_95": list(spread)}
-    return facts | ({"ratio": ours / theirs} if theirs > 0 else {})
+    if theirs <= 0:
+        return facts
+    low, high = bootstrap(
+        lambda row: _ratio(metric(label_N[row], first_N[row]), metric(label_N[row], second_N[row])), rows
+    )
+    return facts | {"ratio": ours / theirs} | ({"ratio_95": [low, high]} if not math.isnan(low) else {})
 
 
-def measure_splits(predictor: Predictor, task: Task, encoded: Mapping[str, Encoded], out: Path) -> dict[str, Any]:
-    """Metrics on the held-out splits; the logits are kept in `out`, so that later stages can compare row by row."""
+def _ratio(above: float, below: float) -> float:
+    """No number where it says nothing: an interval with some of these is not one."""
+    return above / below if below > 0 else math.nan
+
+
+def measure_splits(
+    predictor: Predictor, task: Task, encoded: Mapping[str, Encoded], out: Path, world: World | None = None
+) -> dict[str, Any]:
+    """Metrics on the held-out splits; the logits are kept in `out`, so that later stages can compare row by row.
+
+    In a `world` of several processes each does its share, and the leader keeps the logits.
+    """
     metrics = {}
     for split in task.held_out:
-        logits_NC = predict(predictor, encoded[split])
-        np.save(out / f"{split}.logits.npy", logits_NC)
+        logits_NC = predict(predictor, encoded[split], world=world)
+        if world is None or world.is_leader:
+            np.save(out / f"{split}.logits.npy", logits_NC)
         metrics[split] = measure(task, logits_NC, encoded[split].label_N)
-    return metrics
-
-
-def save_classifier(
-    model: Any, tokenizer: Any, task: Task, encoded: Mapping[str, Encoded], out: Path
-) -> dict[str, Any]:
-    """Save a PyTorch classifier with its tokenizer, and measure it."""
-    metrics = measure_splits(TorchPredictor(model), task, encoded, out)
-    model.save_pretrained(out)
-    tokenizer.save_pretrained(out)
     return metrics
 
 

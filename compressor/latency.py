@@ -37,9 +37,9 @@ def summary(times_ms: Sequence[float]) -> dict[str, float | int | None]:
 
 
 def time_in_turns(
-    calls: Mapping[str, Call], *, rounds: int = 6, turn_s: float = 0.25, seed: int = 0
+    calls: Mapping[str, Call], *, rounds: int = 6, turn_s: float = 0.25, seed: int = 0, least: int = MIN_CALLS
 ) -> dict[str, list[float]]:
-    """Raw times in ms of each call, in `rounds` turns of `turn_s` seconds, in a new order each round.
+    """Raw times in ms of each call, in `rounds` turns of `turn_s` seconds and `least` calls, in a new order each round.
 
     A busy machine hurts all alike; each turn starts with a pause and unmeasured calls, so that none pays for another:
     one at least, and more as long as they take no longer than the turn itself.
@@ -50,7 +50,7 @@ def time_in_turns(
         for name in random.permutation(sorted(calls)).tolist():
             time.sleep(SETTLE_S)
             _warm_up(calls[name], turn_s)
-            times[name] += _turn(calls[name], turn_s)
+            times[name] += _turn(calls[name], turn_s, least)
     return times
 
 
@@ -62,10 +62,10 @@ def _warm_up(call: Call, seconds: float) -> None:
             break
 
 
-def _turn(call: Call, seconds: float) -> list[float]:
+def _turn(call: Call, seconds: float, least: int) -> list[float]:
     times_ms: list[float] = []
     end = time.perf_counter() + seconds
-    while len(times_ms) < MIN_CALLS or time.perf_counter() < end:
+    while len(times_ms) < least or time.perf_counter() < end:
         start = time.perf_counter_ns()
         call()
         times_ms.append((time.perf_counter_ns() - start) / 1e6)

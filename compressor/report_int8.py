@@ -13,6 +13,7 @@ TOLERANCE = 1e-12  # for the rounding of shares of rows
 def int8_candidates(metrics: Mapping[str, Any], section: Mapping[str, Any]) -> list[dict[str, Any]]:
     """The INT8 schemes that were tried, fp32 first, with what each loses on validation and the bounds."""
     bounds = {"drop": section["max_metric_drop"], "flips": section["max_label_flips"]}
+    min_agreement = section.get("min_agreement", 0.0)  # runs of old versions have none
     rows = []
     for row in metrics["candidates"]:
         facts: dict[str, Any] = {"chosen": row["scheme"] == metrics["scheme"]}
@@ -21,7 +22,9 @@ def int8_candidates(metrics: Mapping[str, Any], section: Mapping[str, Any]) -> l
                 "drop_points": 100 * row["drop"],
                 "bound_points": 100 * bounds["drop"],
                 "bound_flips": bounds["flips"],
-                "within_bound": all(row[name] <= bound + TOLERANCE for name, bound in bounds.items()),
+                "bound_agreement": min_agreement,
+                "within_bound": all(row[name] <= bound + TOLERANCE for name, bound in bounds.items())
+                and _agreement(row) >= min_agreement,
             }
         rows.append({**row, **facts})
     return rows
@@ -39,7 +42,16 @@ def int8_gates(candidates: list[dict[str, Any]]) -> list[tuple[str, float, str, 
             name = f"INT8 ({row['scheme']}) answers alike in every batch (validation texts whose answer changes)"
             flips, bound = 100 * row["flips"], 100 * row["bound_flips"]
             found.append((name, flips, "at most", bound, "%", flips <= bound + 100 * TOLERANCE))
+            if "agreement_fp32_95" in row:
+                name = f"INT8 ({row['scheme']}) answers as fp32 (validation texts, upper end of the 95 % interval)"
+                upper, bound = 100 * _agreement(row), 100 * row["bound_agreement"]
+                found.append((name, upper, "at least", bound, "%", upper >= bound))
     return found
+
+
+def _agreement(row: Mapping[str, Any]) -> float:
+    """The most that the share of answers as fp32's may be; a regression has no such gate."""
+    return float(row.get("agreement_fp32_95", [1.0, 1.0])[1])
 
 
 def int8_facts(metrics: Mapping[str, Any], section: Mapping[str, Any]) -> dict[str, Any]:
@@ -50,5 +62,6 @@ def int8_facts(metrics: Mapping[str, Any], section: Mapping[str, Any]) -> dict[s
         "vocabulary": metrics.get("vocabulary"),
         "validation_pairs": metrics["validation_pairs"],
         "max_label_flips": section["max_label_flips"],
+        "speed_warning": metrics.get("speed_warning", ""),
         **{name: metrics[name] for name in ("target_cpu", "built_on_cpu", "weight_bits", "host_warning")},
     }

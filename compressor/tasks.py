@@ -32,6 +32,8 @@ class Task(BaseModel):
     """Longest input in word pieces, [CLS] and [SEP] included; longer texts are cut."""
     tsv_header: Names = ()
     """Columns of the task's TSV files where these have no header line."""
+    has_gaps: bool = False
+    """Whether rows of the release lack a text or a label: these are left out and counted, and not a mistake."""
     hub_config: str | None = None
     """Configuration of the hub's GLUE data set."""
     validation_files: Names = ("dev", "validation")
@@ -124,6 +126,7 @@ TASKS = {
             labels=("not_duplicate", "duplicate"),
             codes=("0", "1"),
             metrics=("accuracy", "f1"),
+            has_gaps=True,  # questions that are empty, and rows cut in two by a line end within a question
             paper_epochs=10,
         ),
         _glue(
@@ -139,8 +142,8 @@ TASKS = {
             label_columns=("label", "gold_label"),
             labels=("entailment", "neutral", "contradiction"),
             metrics=("accuracy",),
-            validation_files=("dev_matched", "validation_matched"),
-            test_files=("test_matched",),
+            validation_files=("dev_matched", "validation_matched", "dev", "validation"),
+            test_files=("test_matched", "test"),
             extra_files={"mismatched": ("dev_mismatched", "validation_mismatched")},
             paper_epochs=10,
         ),

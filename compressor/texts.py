@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+import psutil
 import pyarrow as pa
 from numpy.typing import NDArray
 from tokenizers import Tokenizer
@@ -25,7 +26,7 @@ from compressor import tables
 from compressor.dataset import Encoded
 from compressor.encoding import ROWS_PER_CHUNK
 from compressor.errors import DataError, SourceError, nearest
-from compressor.sources import check, content_hash, hub_error, package_folder
+from compressor.sources import check, content_hash, hub_data, package_folder
 from compressor.world import World
 
 SUFFIXES = (".txt", *tables.SUFFIXES)
@@ -93,13 +94,7 @@ def read_texts(source: str, column: str, *, what: str) -> Iterator[str]:
 
 
 def _hub_rows(name: str, *, what: str) -> Any:
-    from datasets import load_dataset
-    from datasets.exceptions import DatasetNotFoundError
-
-    try:
-        return load_dataset(name, split="train")
-    except (DatasetNotFoundError, ConnectionError, OSError, ValueError) as error:  # ValueError: no such split
-        raise hub_error(name, what=what) from error
+    return hub_data(name, what=what, split="train")
 
 
 def _package_texts(name: str, column: str, *, what: str) -> Iterator[str]:
@@ -138,12 +133,6 @@ def _column_of(rows: tables.Records, column: str) -> Iterator[str]:
         text = "" if fields[column] is None else fields[column]
         if not isinstance(text, str):
             raise DataError(f"{where}: column {column!r} holds {type(text).__name__} {text!r}; it must be text")
-        try:
-            text.encode("utf-8")
-        except UnicodeEncodeError as error:  # JSON can write it
-            raise DataError(
-                f"{where}: the text holds half a character ({text[error.start]!r}); drop the row"
-            ) from error
         yield text
 
 
@@ -195,6 +184,9 @@ def packed_texts(text: Texts, tokenizer: Any, block_tokens: int, *, cache: Path,
         if not target.exists():
             log.info("packing %s into blocks of %d tokens", text.name, block_tokens)
             cache.mkdir(parents=True, exist_ok=True)
+            for left in cache.glob(f"{target.stem}.*.partial"):
+                if not psutil.pid_exists(int(left.suffixes[-2][1:])):  # its writer was killed
+                    left.unlink(missing_ok=True)
             facts = write_blocks(text.read(), rules, frame, block_tokens, *places)
             if facts["blocks"] < 2:
                 raise DataError(
@@ -202,7 +194,7 @@ def packed_texts(text: Texts, tokenizer: Any, block_tokens: int, *, cache: Path,
                     "at least 2 are needed, one of them to be held out; give more text"
                 )
             log.info("packed %d documents into %d blocks", facts["documents"], facts["blocks"])
-            draft = target.with_suffix(f".{os.getpid()}")
+            draft = target.with_suffix(f".{os.getpid()}.partial")
             draft.write_text(json.dumps(facts), encoding="utf-8")
             draft.rename(target)
 
@@ -210,7 +202,7 @@ def packed_texts(text: Texts, tokenizer: Any, block_tokens: int, *, cache: Path,
         ensure()
     world.barrier()
     ensure()  # a process on another machine, with a disk of its own, makes the files there
-    train, held_out = (Encoded.open(file, tokenizer.pad_token_id) for file in places)
+    train, held_out = (Encoded.open(file, tokenizer.pad_token_id, block_tokens) for file in places)
     return Blocks(train, held_out, json.loads(target.read_text(encoding="utf-8")))
 
 
@@ -231,7 +223,7 @@ def write_blocks(
             yield block_NS[~is_held_N]
 
     for file, blocks in ((train, trained()), (held_out, held)):
-        draft = file.with_suffix(f".{os.getpid()}")
+        draft = file.with_suffix(f".{os.getpid()}.partial")
         try:
             _write(blocks, rules.get_vocab_size(), draft)
             draft.rename(file)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import time
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
@@ -23,9 +24,9 @@ from transformers.models.bert.modeling_bert import BertEmbeddings, BertSdpaSelfA
 
 from compressor.config import Optimisation, Precision
 from compressor.dataset import Batch, Encoded, Rows, TrainingOrder
-from compressor.errors import ConfigError
+from compressor.errors import ConfigError, ModelError
 from compressor.progress import Progress
-from compressor.world import World
+from compressor.world import PATIENCE, World
 
 CHECKPOINT_EVERY_S = 30.0
 CLIP_NORM = 1.0
@@ -79,8 +80,9 @@ def fit(
     without it. `rates` are factors of the learning rate, by how the names of weights begin. `folder` holds the
     checkpoint: a run that was killed goes on from there, also with another number of processes, and on one CPU process
     ends with the same weights. Returns the history: steps, precision, and mean terms and validation metric between
-    validations. Raises ConfigError if the device has no such precision, and DataError if a batch has fewer rows than
-    there are processes.
+    validations; in fp16 also the loss scale, and the steps that were skipped because gradients were not finite. Raises
+    ConfigError if the device has no such precision, DataError if a batch has fewer rows than there are processes, and
+    ModelError if a mean term or the metric is not finite.
     """
     module.to(world.device).train()
     per_epoch = len(_order(examples, config, seed, 0, size=world.size))  # refuses more processes than rows of a batch
@@ -104,8 +106,13 @@ def fit(
                 saved_at = time.monotonic()
         entry: dict[str, Any] = {"step": step, "losses": _means(totals, counted, world)}
         totals, counted = {}, 0
+        if trainer.scaler.is_enabled():
+            entry |= {"loss_scale": trainer.scaler.get_scale(), "skipped_steps": trainer.skipped}
+            trainer.skipped = 0
+        _refuse_diverged(step, {f"mean {name} loss": mean for name, mean in entry["losses"].items()}, config)
         if validate is not None:
             entry["validation"] = world.broadcast(validate())
+            _refuse_diverged(step, {"validation metric": entry["validation"]}, config)
             module.train()
         history["epochs"].append(entry)
         progress.note(_line(entry))
@@ -176,19 +183,22 @@ class Trainer:
         self._quietly: Callable[[], AbstractContextManager[Any]] = nullcontext
         self._exchange: _Exchange | None = None
         if world.size > 1:
-            wrapped = nn.parallel.DistributedDataParallel(module, gradient_as_bucket_view=True)
+            # At a step nobody does anything alone: who is missing is not waited for as long as elsewhere.
+            peers = dist.new_group(timeout=PATIENCE)
+            wrapped = nn.parallel.DistributedDataParallel(module, process_group=peers, gradient_as_bucket_view=True)
             self._forward, self._quietly = wrapped, wrapped.no_sync
             if world.device.type == "cpu":
-                self._exchange = exchange = _Exchange(module, world)
+                self._exchange = exchange = _Exchange(module, peers)
                 wrapped.register_comm_hook(None, lambda state, bucket: exchange.average(bucket))
         self._weights = [weights for weights in module.parameters() if weights.requires_grad]
         self.optimizer = _optimizer(module, config, rates)
         self.scaler = torch.amp.GradScaler(world.device.type, enabled=self.dtype == torch.float16)
+        self.skipped = 0  # steps whose gradients were not finite, of fp16 only
 
     def step(self, examples: Encoded, row_B: NDArray[np.int64], rate: float, totals: dict[str, Tensor]) -> None:
         """One step on the rows of all processes at learning rate `rate`; adds its loss terms to `totals`.
 
-        Nothing is read back: that would wait for the device.
+        Nothing is read back, but in fp16 whether the step was taken: that would wait for the device.
         """
         if self._exchange is not None:
             self._exchange.expect(examples.batch(row_B))
@@ -201,7 +211,7 @@ class Trainer:
                 with autocast(self._world, self._config.precision):
                     terms = self._forward(batch)
                 loss = torch.stack(list(terms.values())).sum() * weight
-                self.scaler.scale(loss).backward()  # type: ignore[no-untyped-call]  # torch's gap
+                torch.autograd.backward(self.scaler.scale(loss))
             for name, value in terms.items():
                 term = value.detach().float() * weight
                 totals[name] = totals[name] + term if name in totals else term
@@ -209,8 +219,10 @@ class Trainer:
             group["lr"] = rate * group["factor"]
         self.scaler.unscale_(self.optimizer)
         nn.utils.clip_grad_norm_(self._weights, CLIP_NORM)
+        scale = self.scaler.get_scale()
         self.scaler.step(self.optimizer)
         self.scaler.update()
+        self.skipped += self.scaler.get_scale() < scale
         self.optimizer.zero_grad(set_to_none=True)
 
 
@@ -220,12 +232,12 @@ class _Exchange:
     All other rows are 0 everywhere; to exchange the whole table can take longer than the rest of a step.
     """
 
-    def __init__(self, module: nn.Module, world: World) -> None:
+    def __init__(self, module: nn.Module, peers: dist.ProcessGroup) -> None:
         tables = [part.word_embeddings.weight for part in module.modules() if isinstance(part, BertEmbeddings)]
         # A table that is an output layer as well, as in a masked LM, has gradients for every token.
         tied = {id(part.weight) for part in module.modules() if isinstance(part, nn.Linear)}
         self._table: nn.Parameter | None = next((table for table in tables if id(table) not in tied), None)
-        self._size = world.size
+        self._peers = peers
         self._token_T = torch.empty(0, dtype=torch.int64)
 
     def expect(self, batch: Batch) -> None:
@@ -238,26 +250,27 @@ class _Exchange:
         pairs = zip(bucket.parameters(), bucket.gradients(), strict=True)
         table_VD: Tensor | None = next((gradient for weights, gradient in pairs if weights is self._table), None)
         if table_VD is None:
-            return _summed(whole.div_(self._size), lambda total: total)
+            return self._averaged(whole, lambda total: total)
         # What else is in the bucket of the table lies before or behind it.
         start = table_VD.storage_offset() - whole.storage_offset()
         parts = [whole[:start], whole[start + table_VD.numel() :], table_VD[self._token_T].flatten()]
 
         def put_back(total: Tensor) -> Tensor:
             sizes = [part.numel() for part in parts]
-            before, behind, rows = total.split(sizes)  # type: ignore[no-untyped-call]  # torch's gap
+            before, behind, rows = torch.split(total, sizes)
             parts[0].copy_(before)
             parts[1].copy_(behind)
             table_VD[self._token_T] = rows.view(-1, table_VD.shape[1])
             return whole
 
-        return _summed(torch.cat(parts).div_(self._size), put_back)
+        return self._averaged(torch.cat(parts), put_back)
 
-
-def _summed(values: Tensor, then: Callable[[Tensor], Tensor]) -> torch.futures.Future[Tensor]:
-    """`then` of the sum over all processes, some time."""
-    future: torch.futures.Future[list[Tensor]] = dist.all_reduce(values, async_op=True).get_future()
-    return future.then(lambda done: then(done.value()[0]))
+    def _averaged(self, values: Tensor, then: Callable[[Tensor], Tensor]) -> torch.futures.Future[Tensor]:
+        """`then` of the average over all processes, some time; takes `values` for it."""
+        values.div_(self._peers.size())
+        future: torch.futures.Future[list[Tensor]]
+        future = dist.all_reduce(values, group=self._peers, async_op=True).get_future()
+        return future.then(lambda done: then(done.value()[0]))
 
 
 def _attend_eagerly(module: nn.Module) -> None:
@@ -336,7 +349,18 @@ def _line(entry: Mapping[str, Any]) -> str:
     parts = [f"{name} {value:.4f}" for name, value in entry["losses"].items()]
     if "validation" in entry:
         parts.append(f"validation {100 * entry['validation']:.2f} %")
+    if "loss_scale" in entry:
+        parts.append(f"loss scale {entry['loss_scale']:g}, {entry['skipped_steps']} steps skipped")
     return f"step {entry['step']}: {', '.join(parts)}"
+
+
+def _refuse_diverged(step: int, values: Mapping[str, float], config: Optimisation) -> None:
+    for name, value in values.items():
+        if not math.isfinite(value):
+            raise ModelError(
+                f"training came apart before step {step}: the {name} is {value}, which is no finite number; lower the "
+                f'learning_rate, which is {config.learning_rate}, or set precision = "bf16" or "fp32" if it is fp16'
+            )
 
 
 class _State:
@@ -362,7 +386,8 @@ class _State:
         weights = dict[str, Tensor]()
         with safe_open(self._file, framework="pt") as file:
             facts = json.loads(file.metadata()["facts"])
-            for name in file.keys():  # noqa: SIM118  (safe_open has keys() and cannot be iterated)
+            names: list[str] = file.keys()  # it cannot be iterated itself
+            for name in names:
                 part, _, rest = name.partition(".")
                 if part == "model":
                     weights[rest] = file.get_tensor(name)
@@ -371,7 +396,7 @@ class _State:
                     slots.setdefault(int(index), {})[slot] = file.get_tensor(name)
         self._module.load_state_dict(weights)
         self._optimizer.load_state_dict(self._optimizer.state_dict() | {"state": slots})
-        if self._scaler.is_enabled():
+        if self._scaler.is_enabled() and facts["scaler"]:  # none if the steps before were not in fp16
             self._scaler.load_state_dict(facts["scaler"])
         if world.is_leader:
             log.info("going on from step %d", facts["step"])

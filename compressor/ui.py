@@ -35,8 +35,9 @@ from compressor.evaluate import Labels, Logits, answers, check_served, queries
 from compressor.report_answers import disagreements
 from compressor.statistics import mcnemar
 from compressor.tasks import Task
-from serving.client import Answer, Classification, Classifier, Regression
+from serving.client import Classifier
 from serving.errors import DeadlineError, RequestError, ServingError, UnavailableError
+from serving.exchange import Answer, Classification, Regression
 from serving.model import Text
 
 TEACHER, STUDENT = "teacher", "student"
@@ -304,9 +305,9 @@ class _Handler(BaseHTTPRequestHandler):
         self.end_headers()
         self.wfile.write(body)
 
-    def log_message(self, format: str, *args: Any) -> None:  # noqa: A002  the library's name
+    def log_message(self, *message: Any) -> None:
         """Requests are no news."""
-        log.debug(format, *args)
+        log.debug(*message)
 
 
 def _is_address(name: str) -> bool:

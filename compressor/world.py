@@ -29,8 +29,16 @@ LAUNCHER_LOGS = ("torch.distributed.elastic.multiprocessing.api", "torch.multipr
 # What the libraries say when the process at the other end of a connection is gone.
 LOST_WORDS = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "remote process exited", "gloo")
 LOST_PATIENCE_S = 5.0
-# For a process that waits while the leader does something alone, such as tokenizing millions of rows.
+# Version 2 of control groups, and version 1: quota and period in microseconds.
+CPU_QUOTAS = (
+    ("/sys/fs/cgroup/cpu.max",),
+    ("/sys/fs/cgroup/cpu/cpu.cfs_quota_us", "/sys/fs/cgroup/cpu/cpu.cfs_period_us"),
+)
+# For the others' part of a step.
 PATIENCE = timedelta(minutes=30)
+# For one that does something alone, such as tokenizing millions of rows. One that ends is noticed at once, because its
+# connections close; only one whose machine is gone without a word is waited for that long.
+ALONE_PATIENCE = timedelta(days=1)
 LOCAL_PLACE = {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
 log = logging.getLogger(__name__)
 
@@ -85,12 +93,13 @@ class World:
 def available_cores() -> int:
     """Cores this process may really use: the scheduler's mask, capped by the cgroup's CPU quota."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    try:
-        with open("/sys/fs/cgroup/cpu.max", encoding="ascii") as file:
-            quota, period = file.read().split()
-    except (OSError, ValueError):
-        return cores
-    return cores if quota == "max" else max(1, min(cores, math.ceil(int(quota) / int(period))))
+    for names in CPU_QUOTAS:
+        try:
+            quota, period = " ".join(Path(name).read_text(encoding="ascii") for name in names).split()
+        except (OSError, ValueError):
+            continue
+        return cores if quota in ("max", "-1") else max(1, min(cores, math.ceil(int(quota) / int(period))))
+    return cores
 
 
 def resolve_device(name: str) -> str:
@@ -187,7 +196,7 @@ def group() -> Iterator[World | None]:
         return
     try:
         # Tensors on a GPU go through NCCL; everything else does not wait for the GPU.
-        dist.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo", timeout=PATIENCE)
+        dist.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo", timeout=ALONE_PATIENCE)
         yield World(rank=dist.get_rank(), size=dist.get_world_size(), device=torch.device("cpu"))
     except RuntimeError as error:
         if not any(word in str(error) for word in LOST_WORDS):

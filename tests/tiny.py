@@ -260,3 +260,12 @@ def run(
         timeout=200,
         env=os.environ | environment,
     )
+
+
+def sentence(done: subprocess.CompletedProcess[bytes], code: int = 1) -> str:
+    """The error of a command that ended with `code`: one sentence, no traceback, nothing on standard output."""
+    error = done.stderr.decode()
+    assert done.returncode == code, error
+    assert "Traceback" not in error
+    assert done.stdout == b""
+    return error.splitlines()[-1]

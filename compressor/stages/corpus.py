@@ -1,26 +1,36 @@
-"""corpus: labelled text from files, a hub or the package index -> Arrow examples in splits."""
+"""corpus: labelled text from files, a hub or the package index -> Arrow examples in splits.
+
+Shape legend: R rows of a source's table, N those of them in a split, D different ones of these.
+"""
 
 from __future__ import annotations
 
+import hashlib
+import logging
 import math
 import re
+from array import array
 from collections import Counter
-from collections.abc import Iterator, Mapping
-from itertools import chain
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from itertools import chain, compress, repeat
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from compressor import artifact
 from compressor.artifact import Artifact
 from compressor.config import CorpusConfig, TaskConfig
 from compressor.dataset import Example, write_examples
 from compressor.errors import DataError, SourceError
-from compressor.sources import check, hub_error, index_file, index_text
+from compressor.sources import check, hub_data, index_file, index_text
 from compressor.tables import SUFFIXES, Records, dataset_records, lines, records
 from compressor.tasks import Names, Task
 
+log = logging.getLogger(__name__)
 Row = tuple[tuple[str, ...], float]  # one text or the two of a pair, and the label index or score
 TRAIN: Names = ("train",)  # name of the file or hub split
 MAX_TEXT_BYTES = 100_000
@@ -30,6 +40,41 @@ CONTROL = re.compile(r"[\x00-\x08\x0b\x0c\x0e\x0f\x1b\x7f]")
 LARGEST_SCORE = float(np.finfo(np.float32).max)  # of what examples are kept in
 MAX_LABELS_FOUND = 1000
 LABELS_SHOWN = 20
+
+
+@dataclass(frozen=True)
+class Split:
+    """Some rows of a table, which is read whenever they are gone through: of each, 17 bytes stay in memory."""
+
+    read: Callable[[Iterable[bool]], Iterator[Row]]
+    """Gives the rows of the table for which it is given True."""
+    is_in_R: NDArray[np.bool_]
+    label_N: NDArray[np.float64]
+    hash_N: NDArray[np.int64]
+    """Of the texts: equal ones have the same."""
+
+    @staticmethod
+    def of(read: Callable[[Iterable[bool]], Iterator[Row]]) -> Split:
+        """All rows of a table; raises what reading it raises."""
+        labels, hashes = array("d"), array("q")
+        for texts, label in read(repeat(True)):
+            labels.append(label)
+            # No text holds NUL. Hashes of Python's own differ from run to run.
+            digest = hashlib.blake2b("\0".join(texts).encode(), digest_size=8).digest()
+            hashes.append(int.from_bytes(digest, "little", signed=True))
+        return Split(read, np.ones(len(labels), bool), np.array(labels), np.array(hashes))
+
+    def part(self, is_in_N: NDArray[np.bool_]) -> Split:
+        """Some of the rows."""
+        is_in_R = self.is_in_R.copy()
+        is_in_R[is_in_R] = is_in_N
+        return Split(self.read, is_in_R, self.label_N[is_in_N], self.hash_N[is_in_N])
+
+    def __len__(self) -> int:
+        return len(self.label_N)
+
+    def __iter__(self) -> Iterator[Row]:
+        return self.read(self.is_in_R)
 
 
 def corpus(config: CorpusConfig, task: Task, *, seed: int, key: str, out: Path) -> Artifact:
@@ -52,9 +97,9 @@ def corpus(config: CorpusConfig, task: Task, *, seed: int, key: str, out: Path) 
     return Artifact.open(out, kind="examples")
 
 
-def _refuse_one_answer(rows: list[Row], task: Task, what: str) -> None:
+def _refuse_one_answer(rows: Split, task: Task, what: str) -> None:
     """Raise DataError if all rows have the same label or score: nothing can be learnt or measured from them."""
-    answers = {label for _, label in rows}
+    answers = np.unique(rows.label_N).tolist()
     if len(answers) >= 2:
         return
     kind, rule = ("score", "two scores") if task.is_regression else ("label", "two labels")
@@ -62,13 +107,12 @@ def _refuse_one_answer(rows: list[Row], task: Task, what: str) -> None:
     raise DataError(f"{what} has {f'only {kind} {only[0]!r}' if only else 'no rows'}; it needs at least {rule}")
 
 
-def _counts(rows: list[Row], task: Task) -> dict[str, int]:
+def _counts(rows: Split, task: Task) -> dict[str, int]:
     """Rows by label, or by the range of their scores."""
     if task.is_regression:
-        scores = [score for _, score in rows]
-        return {f"{min(scores):g} to {max(scores):g}": len(rows)}
-    counts = Counter(label for _, label in rows)
-    return {task.labels[int(label)]: counts[label] for label in sorted(counts)}
+        return {f"{rows.label_N.min():g} to {rows.label_N.max():g}": len(rows)}
+    found = zip(*(column.tolist() for column in np.unique(rows.label_N, return_counts=True)), strict=True)
+    return {task.labels[int(label)]: count for label, count in found}
 
 
 def find_labels(config: CorpusConfig, task: TaskConfig) -> Names:
@@ -81,8 +125,8 @@ def find_labels(config: CorpusConfig, task: TaskConfig) -> Names:
     if config.source.startswith("index:"):
         raise _ratings_do_not_fit(config.source, task.name)
     found: dict[str, str] = {}
-    title, rows = _tables(config.source, {"train": TRAIN}, only=task.label)["train"]
-    for where, fields in rows:
+    title, read = _tables(config.source, {"train": TRAIN}, only=task.label)["train"]
+    for where, fields in read():
         raw = fields[_column(fields, (task.label,), where)]
         label = _written(raw)
         if not label or not (isinstance(raw, str | int) or (isinstance(raw, float) and raw.is_integer())):
@@ -90,6 +134,8 @@ def find_labels(config: CorpusConfig, task: TaskConfig) -> Names:
                 f"{where}: label {raw!r} is no text, whole number, true or false; "
                 "set task.metric to 'pearson' to predict numbers"
             )
+        if label.splitlines() != [label]:
+            raise DataError(f"{where}: label {raw!r} has a line break; a label is one line; correct it or drop the row")
         found.setdefault(label.casefold(), label)
         if len(found) > MAX_LABELS_FOUND:
             raise DataError(
@@ -102,7 +148,7 @@ def find_labels(config: CorpusConfig, task: TaskConfig) -> Names:
     return tuple(sorted(found.values(), key=str.casefold))
 
 
-def read_source(config: CorpusConfig, task: Task, *, seed: int) -> tuple[dict[str, list[Row]], dict[str, Any]]:
+def read_source(config: CorpusConfig, task: Task, *, seed: int) -> tuple[dict[str, Split], dict[str, Any]]:
     """Rows of each split, and what the report says about where they come from. Raises as `corpus` does."""
     check(config.source, what="corpus.source")
     kind, _, name = config.source.partition(":")
@@ -112,17 +158,27 @@ def read_source(config: CorpusConfig, task: Task, *, seed: int) -> tuple[dict[st
         source = index_file(name, what="corpus.source")
         rows, skipped = read_ratings(index_text(source), config.undecided, task)
         facts: dict[str, Any] = {"provenance": source.provenance, "undecided_left_out": skipped}
-        return _split(rows, task, config, seed=seed), facts | {"splits": "cut from one list of rows"}
+        whole = Split.of(partial(compress, rows))
+        return _split(whole, task, config, seed=seed), facts | {"splits": "cut from one list of rows"}
     names = {"train": TRAIN, "validation": task.validation_files, "test": task.test_files, **task.extra_files}
-    tables = _tables(config.source, names, header=task.tsv_header, hub_config=task.hub_config)
-    read = {split: list(_rows(table, task, may_lack_labels=split == "test")) for split, table in tables.items()}
+    tables = _tables(config.source, names, header=task.tsv_header, hub_config=task.hub_config, gaps=task.has_gaps)
+    left_out = Counter[str]()
+    read = {
+        split: Split.of(partial(_rows, table, task, may_lack_labels=split == "test", left_out=left_out))
+        for split, table in tables.items()
+    }
     found = {split: rows for split, rows in read.items() if rows}
     extra = {split: found.pop(split) for split in task.extra_files if split in found}
     if kind == "hub":
-        facts = {"provenance": f"{task.hub_config} of {config.source}" if task.hub_config else config.source}
+        own_name = task.hub_config is None or ":" in name
+        facts = {"provenance": config.source if own_name else f"{task.hub_config} of {config.source}"}
     else:
         path = Path(config.source)
         facts = {"provenance": f"{'files in ' if path.is_dir() else ''}{path.name}"}
+    if left_out:
+        facts["incomplete_left_out"] = left_out.total()
+        for title, count in left_out.items():
+            log.warning("%s: %d rows lack a text or a label and are left out", title, count)
     if set(found) == {"train"}:
         return _split(found["train"], task, config, seed=seed) | extra, facts | {"splits": "cut from one list of rows"}
     if "test" in found and "validation" in found:
@@ -162,30 +218,34 @@ def read_ratings(path: Path, undecided: float, task: Task) -> tuple[list[Row], i
     return rows, skipped
 
 
-def _split(rows: list[Row], task: Task, config: CorpusConfig, *, seed: int) -> dict[str, list[Row]]:
+def _split(rows: Split, task: Task, config: CorpusConfig, *, seed: int) -> dict[str, Split]:
     """Train, validation and test rows cut from one list, fixed by the seed."""
     rest, test = _hold_out(rows, task, config.test, seed=seed)
     train, validation = _hold_out(rest, task, config.validation / (1 - config.test), seed=seed + 1)
     return {"train": train, "validation": validation, "test": test}
 
 
-def _hold_out(rows: list[Row], task: Task, share: float, *, seed: int) -> tuple[list[Row], list[Row]]:
+def _hold_out(rows: Split, task: Task, share: float, *, seed: int) -> tuple[Split, Split]:
     """Rows to keep and rows held out, each label in proportion. Equal texts fall on the same side.
 
     A pair is equal to another if both texts are: one premise with two hypotheses may fall on both sides.
     """
     random = np.random.default_rng(seed)
-    by_label: dict[float, list[tuple[str, ...]]] = {}
-    for texts, label in dict.fromkeys(rows):
-        by_label.setdefault(0 if task.is_regression else label, []).append(texts)
-    held = set[tuple[str, ...]]()
-    for label in sorted(by_label):
-        group = by_label[label]
-        held.update(group[index] for index in random.permutation(len(group))[: round(share * len(group))])
-    return [row for row in rows if row[0] not in held], [row for row in rows if row[0] in held]
+    label_N, hash_N = rows.label_N, rows.hash_N
+    order_N = np.lexsort((label_N, hash_N))  # equal rows come together, as they stand in the file
+    is_first_N = np.ones(len(rows), bool)
+    is_first_N[1:] = (np.diff(hash_N[order_N]) != 0) | (np.diff(label_N[order_N]) != 0)
+    first_D = np.sort(order_N[is_first_N])  # numbers of the D rows that are different
+    label_D = np.zeros(len(first_D)) if task.is_regression else label_N[first_D]
+    is_drawn_N = np.zeros(len(rows), bool)
+    for label in np.unique(label_D):
+        group = first_D[label_D == label]
+        is_drawn_N[group[random.permutation(len(group))[: round(share * len(group))]]] = True
+    is_held_N = np.isin(hash_N, hash_N[is_drawn_N])
+    return rows.part(~is_held_N), rows.part(is_held_N)
 
 
-Table = tuple[str, Records]  # what it is called in messages, and its rows
+Table = tuple[str, Callable[[], Records]]  # what it is called in messages, and what reads its rows
 
 
 def _tables(
@@ -195,6 +255,7 @@ def _tables(
     header: Names = (),
     hub_config: str | None = None,
     only: str | None = None,
+    gaps: bool = False,
 ) -> dict[str, Table]:
     """The table of each split of a hub data set, a folder, or one file (`train`); `names` are what each may be called.
 
@@ -204,15 +265,18 @@ def _tables(
     path = Path(source)
     there: list[tuple[str, str, Table]]  # name, name with its ending, table
     if kind == "hub":
-        loaded = _load_hub(name, hub_config)
+        loaded = hub_data(name, what="corpus.source", config=hub_config)
         titles = {split: f"{source}, {split}" for split in loaded}
-        there = [(split, split, (titles[split], dataset_records(loaded[split], titles[split]))) for split in loaded]
+        there = [
+            (split, split, (title, partial(dataset_records, loaded[split], title))) for split, title in titles.items()
+        ]
         remedy = f"it has {', '.join(map(repr, loaded))}"
     elif path.is_file():
-        return {"train": (str(path), records(path, header=header, only=only))}
+        return {"train": (str(path), partial(records, path, header=header, only=only, gaps=gaps))}
     else:
         files = sorted(file for file in path.iterdir() if file.suffix in SUFFIXES)
-        there = [(file.stem, file.name, (str(file), records(file, header=header, only=only))) for file in files]
+        read = partial(records, header=header, only=only, gaps=gaps)
+        there = [(file.stem, file.name, (str(file), partial(read, file))) for file in files]
         remedy = f"put train{' or train'.join(SUFFIXES)} there"
     found = {}
     for split, known in names.items():
@@ -226,30 +290,44 @@ def _tables(
     return found
 
 
-def _load_hub(name: str, config: str | None) -> Any:
-    from datasets import load_dataset
-    from datasets.exceptions import DatasetNotFoundError
+def _rows(
+    table: Table, task: Task, chosen: Iterable[bool], *, may_lack_labels: bool, left_out: Counter[str]
+) -> Iterator[Row]:
+    """Checked rows of a table, those that are `chosen`. One whose labels are withheld gives none, if it may lack them.
 
-    try:
-        return load_dataset(name, config)
-    except (DatasetNotFoundError, ConnectionError, OSError, ValueError) as error:  # ValueError: no such configuration
-        raise hub_error(name, what="corpus.source") from error
-
-
-def _rows(table: Table, task: Task, *, may_lack_labels: bool) -> Iterator[Row]:
-    """Checked rows of a table. One whose labels are withheld gives none, if `may_lack_labels` allows it."""
-    title, rows = table
+    Of a task with gaps, rows that have one do not count as rows, but in `left_out`, by the table.
+    """
+    title, read = table
+    rows = read()
     first = next(rows, None)
     if first is None:
         columns = " and ".join(map(_either, [*task.columns, task.label_columns]))
         raise DataError(f"{title} is empty; it needs rows with columns {columns}")
-    # Withheld are the labels of all rows or of none: one that is missing later is a mistake.
+    # Withheld are the labels of all rows or of none: one that is missing later, or is not, is a mistake.
     if may_lack_labels and _is_withheld(first[1], task):
+        for where, fields in rows:
+            if not _is_withheld(fields, task):
+                raise DataError(
+                    f"{first[0]}: the row has no label, and {where} has one; give every row a label, or none"
+                )
+        log.info("%s: its labels are withheld, so it is not used", title)
         return
+    is_chosen, classes = iter(chosen), _classes(task)
     for where, fields in chain([first], rows):
+        if task.has_gaps and _has_gap(fields, task):
+            left_out[title] += 1
+            continue
+        if not next(is_chosen, False):
+            continue
         texts = tuple(_text(fields, names, where) for names in task.columns)
         raw = fields[_column(fields, task.label_columns, where)]
-        yield texts, _score(raw, task, where) if task.is_regression else _label(raw, task, where)
+        yield texts, _score(raw, task, where) if task.is_regression else _label(raw, classes, task, where)
+
+
+def _has_gap(fields: Mapping[str, Any], task: Task) -> bool:
+    """Whether a column of the task has nothing in a row; one that the file lacks altogether is a mistake instead."""
+    cells = [fields[name] for names in (*task.columns, task.label_columns) for name in names if name in fields]
+    return any(cell is None or (isinstance(cell, str) and not cell.strip()) for cell in cells)
 
 
 def _is_withheld(fields: Mapping[str, Any], task: Task) -> bool:
@@ -289,8 +367,13 @@ def _written(label: Any) -> str:
     return str(int(label) if isinstance(label, float) and label.is_integer() else label).strip()
 
 
-def _label(raw: Any, task: Task, where: str) -> int:
-    index = task.label_index(_written(raw))
+def _classes(task: Task) -> dict[str, int]:
+    """What `Task.label_index` finds, for a million rows."""
+    return {text.casefold(): index for known in (task.codes, task.labels) for index, text in enumerate(known)}
+
+
+def _label(raw: Any, classes: Mapping[str, int], task: Task, where: str) -> int:
+    index = classes.get(_written(raw).casefold())
     if index is None:
         known = list(task.labels)
         if task.codes:
@@ -315,13 +398,10 @@ def _score(raw: Any, task: Task, where: str) -> float:
 
 
 def checked_text(text: str, where: str) -> str:
-    """`text` itself. Raises DataError if no classifier can use it: empty, huge, no Unicode, or control characters."""
+    """`text` itself. Raises DataError if no classifier can use it: empty, huge, or control characters."""
     if not text.strip():
         raise DataError(f"{where}: the text is empty; give it a text or drop the row")
-    try:
-        size = len(text.encode("utf-8"))
-    except UnicodeEncodeError as error:
-        raise DataError(f"{where}: the text holds half a character ({text[error.start]!r}); drop the row") from error
+    size = len(text.encode("utf-8"))
     if size > MAX_TEXT_BYTES:
         raise DataError(f"{where}: the text has {size} bytes; the limit is {MAX_TEXT_BYTES}; cut it or drop the row")
     control = CONTROL.search(text)

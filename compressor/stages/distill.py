@@ -8,7 +8,6 @@ from __future__ import annotations
 import hashlib
 import logging
 import math
-import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,9 +25,10 @@ from compressor.artifact import CHECKPOINT, Artifact
 from compressor.checkpoints import SIZES, Projections, general_student, load_classifier, load_tokenizer
 from compressor.config import DistillConfig, Precision, StudentConfig
 from compressor.dataset import ENCODED, Encoded, Rows, encode
+from compressor.encoding import ROWS_PER_CHUNK
 from compressor.errors import ModelError
-from compressor.evaluate import TorchPredictor, measure, predict, scores
-from compressor.models import copied_student, layer_map, random_student, student_shape
+from compressor.evaluate import TorchPredictor, measure, measure_splits, predict, scores
+from compressor.models import copied_student, layer_map, random_student, rescale, score_scale, student_shape
 from compressor.objectives import Intermediate, Prediction, refuse_unlike
 from compressor.progress import Progress
 from compressor.projection import projected_student
@@ -37,12 +37,13 @@ from compressor.tasks import Task
 from compressor.training import Tensors, autocast, cast_frozen, fit, rows_seen
 from compressor.world import World, launch
 
-PROJECTION_ROWS = 2_000  # texts that show the subspace of the teacher's states
+PROJECTION_ROWS = 2_000  # texts that show the subspace of the teacher's states, at most
+PROJECTION_TOKENS = 128_000  # of these texts, at most: the states of them all are held at once
 TEACHER_BATCH = 128
 VALIDATIONS_PER_EPOCH = 4  # of the prediction stage: on augmented rows an epoch is long
 UNIFORM = 0.95  # share of the largest possible entropy above which a teacher knows nothing of its classes
 open_memmap: Callable[..., np.memmap[Any, Any]] = np.lib.format.open_memmap  # which has no types of its own
-ENTROPY_ROWS = 100_000  # rows of the teacher's logits in memory at a time
+LOGIT_ROWS = ROWS_PER_CHUNK  # rows of the teacher's logits in memory at a time, and lost by an interruption at most
 log = logging.getLogger(__name__)
 
 Begun = tuple[BertForSequenceClassification, Projections | None, dict[str, Any]]
@@ -135,10 +136,15 @@ def _work(world: World, job: _Job) -> None:
         begun = world.broadcast(new_student(job, teacher, layers, original, tokenizer) if world.is_leader else None)
     model, projections, facts = begun
     metrics: dict[str, Any] = {"parameters": model.num_parameters(), "train_rows": len(train)} | facts
+    if job.start is None and metrics["head_trained"]:
+        logits_NC = predict(TorchPredictor(model.to(world.device)), held_out["validation"], world=world)
+        metrics["at_start"] = measure(task, logits_NC, held_out["validation"].label_N)
+    mean, spread = score_scale(task, train.label_N) if config.objective == "prediction" else (0.0, 1.0)
+    rescale(teacher, -mean / spread, 1 / spread)
+    if metrics["head_trained"]:  # a fresh one is of this scale
+        rescale(model, -mean / spread, 1 / spread)
     model.to(world.device)
     cast_frozen(teacher.to(world.device), world, config.precision)
-    if job.start is None and metrics["head_trained"]:
-        metrics["at_start"] = _measured(model, task, held_out["validation"], world)[0]
 
     def validate() -> float:
         logits_NC = predict(TorchPredictor(model), held_out["validation"], world=world)
@@ -150,7 +156,8 @@ def _work(world: World, job: _Job) -> None:
     else:
         row_S = rows_seen(train, config, job.seed)
         file = _logits_file(job, row_S, world)
-        logits_NC = teacher_logits(teacher, train, row_S, config.precision, world=world, file=file)
+        scratch = job.out / CHECKPOINT
+        logits_NC = teacher_logits(teacher, train, row_S, config.precision, world=world, file=file, scratch=scratch)
         refuse_uniform(logits_NC, row_S, job.teacher.path)
         module, check = Prediction(model, logits_NC, config), validate
         metrics["head_trained"] = True
@@ -164,22 +171,12 @@ def _work(world: World, job: _Job) -> None:
         validate=check,
         validations_per_epoch=VALIDATIONS_PER_EPOCH,
     )
-    for split, rows in held_out.items():
-        metrics[split], logits_NC = _measured(model, task, rows, world)
-        if world.is_leader:
-            np.save(job.out / f"{split}.logits.npy", logits_NC)
+    rescale(model, mean, spread)
+    metrics |= measure_splits(TorchPredictor(model), task, held_out, job.out, world)
     if world.is_leader:
         model.save_pretrained(job.out)
         tokenizer.save_pretrained(job.out)
         artifact.write_result(job.out, metrics)
-
-
-def _measured(
-    model: BertForSequenceClassification, task: Task, rows: Encoded, world: World
-) -> tuple[dict[str, Any], NDArray[np.float32]]:
-    """Metrics and logits of a model, every process doing its share."""
-    logits_NC = predict(TorchPredictor(model), rows, world=world)
-    return measure(task, logits_NC, rows.label_N), logits_NC
 
 
 def earlier_student(start: Artifact, job: _Job, teacher: BertForSequenceClassification, tokenizer: Any) -> Begun:
@@ -213,9 +210,7 @@ def new_student(
             student = copied_student(shape, teacher, layers)
             return student, _from_basis(torch.eye(shape.hidden_size)), {"head_trained": True}
         case "project":
-            random = np.random.default_rng(job.seed)
-            rows = random.permutation(len(original))[:PROJECTION_ROWS]
-            rows = rows[np.argsort(original.lengths(rows), kind="stable")]
+            rows = _projection_rows(original, job.seed)
             groups = [rows[first : first + 64] for first in range(0, len(rows), 64)]
             batches = [Tensors.of(original.batch(group), teacher.device) for group in groups]
             sample = [(batch.input_ids_BS, batch.segment_BS, batch.mask_BS) for batch in batches]
@@ -234,6 +229,13 @@ def new_student(
                 )
                 projections = None
             return student, projections, facts | {"projections_used": projections is not None}
+
+
+def _projection_rows(original: Encoded, seed: int) -> Rows:
+    """Numbers of the rows that a projection is fitted on, by length."""
+    rows = np.random.default_rng(seed).permutation(len(original))[:PROJECTION_ROWS]
+    rows = rows[np.cumsum(original.lengths(rows)) <= PROJECTION_TOKENS]
+    return rows[np.argsort(original.lengths(rows), kind="stable")]
 
 
 def _logits_file(job: _Job, row_S: Rows | None, world: World) -> Path:
@@ -256,38 +258,64 @@ def teacher_logits(
     *,
     world: World,
     file: Path,
+    scratch: Path,
 ) -> NDArray[np.float32]:
-    """The teacher's logits (N, C), as a read-only memory map of `file`: of `row_S`, 0 in other rows, or of all.
+    """The teacher's logits (N, C), as a read-only memory map of `file`: of `row_S` (rising), 0 elsewhere, or of all.
 
-    Each process does its share, unless the file is there already.
+    Each process does its share, unless the file is there already. Only the leader writes: clients of a network file
+    system write whole pages back, also the rows of others in them. What an interrupted run left in `scratch`, a folder
+    of this run alone, is gone on from. Raises ArtifactError if a process does not see the file.
     """
-    partial = file.with_suffix(f".{world.broadcast(os.getpid())}")
-    if not world.broadcast(file.is_file()):
-        shape = (len(examples), teacher.config.num_labels)
+    if not world.broadcast(world.is_leader and file.is_file()):
+        partial, count = scratch / file.name, len(examples) if row_S is None else len(row_S)
+        done = partial.with_suffix(".rows")
+        begun = world.broadcast(int(done.read_text()) if world.is_leader and done.is_file() else 0)
         if world.is_leader:
-            open_memmap(partial, mode="w+", dtype=np.float32, shape=shape).flush()
-        world.barrier()
-        logits_NC = open_memmap(partial, mode="r+")
-        progress = Progress("teacher", total=len(examples if row_S is None else row_S), visible=world.is_leader)
-        for number, batch in enumerate(examples.batches_by_length(TEACHER_BATCH, row_S)):
-            progress.advance(len(batch.row_B))
-            if number % world.size == world.rank:
-                tensors = Tensors.of(batch, world.device)
-                with torch.inference_mode(), autocast(world, precision):
-                    output = teacher(
-                        input_ids=tensors.input_ids_BS,
-                        token_type_ids=tensors.segment_BS,
-                        attention_mask=tensors.mask_BS,
-                    )
-                logits_NC[batch.row_B] = output.logits.float().cpu().numpy()
+            scratch.mkdir(parents=True, exist_ok=True)
+            shape = len(examples), teacher.config.num_labels
+            logits_NC = open_memmap(partial, mode="r+" if begun else "w+", dtype=np.float32, shape=shape)
+        progress = Progress("teacher", total=count, start=begun, visible=world.is_leader)
+        for first in range(begun, count, LOGIT_ROWS):
+            last = min(first + LOGIT_ROWS, count)
+            row_W = np.arange(first, last) if row_S is None else row_S[first:last]
+            found_WC = world.sum(_answers(teacher, examples, row_W, precision, world, progress))
+            if world.is_leader:
+                logits_NC[row_W] = found_WC
+                logits_NC.flush()
+                done.with_suffix(".new").write_text(str(last))
+                done.with_suffix(".new").replace(done)
         progress.close()
-        logits_NC.flush()
-        world.barrier()
         if world.is_leader:
+            done.unlink()
             partial.replace(file)
         world.barrier()
+    artifact.await_shown(file, world, file.is_file)
     loaded: NDArray[np.float32] = np.load(file, mmap_mode="r")
     return loaded
+
+
+def _answers(
+    teacher: BertForSequenceClassification,
+    examples: Encoded,
+    row_W: Rows,
+    precision: Precision,
+    world: World,
+    progress: Progress,
+) -> NDArray[np.float32]:
+    """Logits (W, C) of some rows: this process's share of them, 0 in the others."""
+    found_WC = np.zeros((len(row_W), teacher.config.num_labels), dtype=np.float32)
+    for number, batch in enumerate(examples.batches_by_length(TEACHER_BATCH, row_W)):
+        progress.advance(len(batch.row_B))
+        if number % world.size == world.rank:
+            tensors = Tensors.of(batch, world.device)
+            with torch.inference_mode(), autocast(world, precision):
+                output = teacher(
+                    input_ids=tensors.input_ids_BS,
+                    token_type_ids=tensors.segment_BS,
+                    attention_mask=tensors.mask_BS,
+                )
+            found_WC[np.searchsorted(row_W, batch.row_B)] = output.logits.float().cpu().numpy()
+    return found_WC
 
 
 def refuse_uniform(logits_NC: NDArray[np.float32], row_S: Rows | None, teacher: Path) -> None:
@@ -295,7 +323,7 @@ def refuse_uniform(logits_NC: NDArray[np.float32], row_S: Rows | None, teacher: 
     rows, classes = len(logits_NC) if row_S is None else len(row_S), logits_NC.shape[1]
     if classes == 1:
         return
-    parts = (slice(first, first + ENTROPY_ROWS) for first in range(0, rows, ENTROPY_ROWS))
+    parts = (slice(first, first + LOGIT_ROWS) for first in range(0, rows, LOGIT_ROWS))
     answers = (logits_NC[part if row_S is None else row_S[part]] for part in parts)
     entropy = sum(float(entr(softmax(part, axis=1)).sum(dtype=np.float64)) for part in answers) / rows
     if not entropy <= UNIFORM * math.log(classes):  # also if it is nan

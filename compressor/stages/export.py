@@ -15,11 +15,12 @@ import onnx
 
 from compressor import artifact, onnx_graph
 from compressor.artifact import Artifact
-from compressor.checkpoints import load_classifier, load_tokenizer
+from compressor.checkpoints import load_classifier, load_tokenizer, read_weights
 from compressor.config import ExportConfig
 from compressor.dataset import ENCODED, Encoded, Inputs, encode
 from compressor.errors import GateError
 from compressor.evaluate import FP16_FILE, MODEL_FILE, Logits, OnnxPredictor, TorchPredictor, same_answers
+from compressor.models import score_scale
 from compressor.onnx_export import export_onnx
 from compressor.progress import quiet_libraries
 from compressor.tasks import Task
@@ -48,13 +49,22 @@ def export(
     """Write `student/` and `teacher/`, each with `model.onnx` (fp32), its configuration and its tokenizer.
 
     With the target `gpu`, `model.fp16.onnx` lies beside it. Raises GateError if a graph's logits differ from PyTorch's
-    by more than the bound on any validation text tried, and ModelError if a graph cannot be served.
+    by more than the bound on any validation text tried or if the model itself is broken, and ModelError if a graph
+    cannot be served.
     """
     parents = {"student": student, "teacher": teacher, "corpus": corpus}
     form = format_for(config.triton_release)
+    if form.listed_release != config.triton_release:
+        log.info(
+            "export: Triton %s is not listed; its ONNX Runtime is taken to be that of %s, %s, or later",
+            config.triton_release,
+            form.listed_release,
+            form.onnxruntime,
+        )
     with artifact.write(out, "onnx", key=key, section=config.model_dump(), parents=parents) as draft:
         for name, source in zip(MODELS, (student, teacher), strict=True):
             folder = draft.path / name
+            refuse_broken(name, source.path, config.max_weight_outlier)
             exporter = export_onnx(source.path, folder, exporter=config.exporter, form=form)
             encoded = encode(corpus, "validation", load_tokenizer(source.path), max_tokens, cache=out.parent / ENCODED)
             facts = {"exporter": exporter, "triton_release": config.triton_release, **vars(form)}
@@ -68,8 +78,38 @@ def export(
     return Artifact.open(out, kind="onnx")
 
 
+def refuse_broken(name: str, model: Path, max_outlier: float) -> None:
+    """Raise GateError if a weight is no number, or if one row or column of a dense weight dwarfs the others.
+
+    The graph would be as wrong as PyTorch, which parity does not show. In BERTs some states before a LayerNorm are very
+    large and its scale makes them small again (in healthy students, rows of 60 times the median), so rows count with
+    that scale.
+    """
+    weights = {key: tensor.float().numpy() for key, tensor in read_weights(model).items()}
+    broken = [key for key, values in weights.items() if not np.isfinite(values).all()]
+    if broken:
+        raise GateError(
+            f"finite gate: the {name} has weights that are no numbers (NaN or infinite) in {', '.join(broken)}; the "
+            "bound is 0; train it again"
+        )
+    for key, weight_NK in weights.items():
+        if weight_NK.ndim != 2 or "embeddings" in key:
+            continue
+        if key.endswith("output.dense.weight"):
+            weight_NK = weight_NK * weights[key.replace("dense", "LayerNorm")][:, None]
+        for what, norms in (("row", np.linalg.norm(weight_NK, axis=1)), ("column", np.linalg.norm(weight_NK, axis=0))):
+            median = np.sort(norms)[(len(norms) - 1) // 2]  # of two, the smaller one
+            if norms.max() > max_outlier * median > 0:
+                raise GateError(
+                    f"outlier gate: {what} {norms.argmax()} of the {name}'s {key} has {norms.max() / median:.0f} times "
+                    f"the norm of the median {what}; the bound is {max_outlier:g} (export.max_weight_outlier); train "
+                    "the model again, or raise the bound if it is meant to be so"
+                )
+
+
 def _proved(name: str, graph: Path, model: Path, task: Task, examples: Encoded, bound: float) -> dict[str, Any]:
-    """What parity was measured. Raises GateError beyond the bound, or if logits are no numbers."""
+    """What parity was measured. Raises GateError beyond the bound, or if weights or logits are no numbers."""
+    onnx_graph.refuse_broken(graph)
     parity = measure_parity(graph, model, task, examples)
     largest = parity["max_logit_difference"]
     no_numbers = [shape for shape, difference in parity["by_shape"].items() if difference is None]
@@ -103,7 +143,8 @@ def write_fp16(source: Path, target: Path) -> None:
 def measure_parity(graph: Path, model: Path, task: Task, examples: Encoded) -> dict[str, Any]:
     """Largest logit difference to PyTorch at several shapes, all texts real, and agreement on whole texts.
 
-    A difference is None if logits on either side are no numbers.
+    A difference is None if logits on either side are no numbers. Scores of a regression without a range of its own
+    count by their spread: a difference of 1e-5 is nothing to prices.
     """
     classifier = load_classifier(model, task)
     theirs, batches = TorchPredictor(classifier), dict(_parity_batches(examples, classifier.config))
@@ -111,9 +152,13 @@ def measure_parity(graph: Path, model: Path, task: Task, examples: Encoded) -> d
     expected = {shape: [theirs(inputs) for inputs in found] for shape, found in batches.items()}
     mine = OnnxPredictor(graph, threads=available_cores())
     found = {shape: [mine(inputs) for inputs in inputs_of] for shape, inputs_of in batches.items()}
-    by_shape = {shape: difference(np.concatenate(found[shape]), np.concatenate(expected[shape])) for shape in batches}
     whole = f"{MIXED}xmixed"
     mine_NC, theirs_NC = (np.concatenate(logits[whole]) for logits in (found, expected))
+    _, unit = score_scale(task, theirs_NC)
+    by_shape = {
+        shape: difference(np.concatenate(found[shape]) / (unit or 1.0), np.concatenate(expected[shape]) / (unit or 1.0))
+        for shape in batches
+    }
     return {
         "max_logit_difference": max((value for value in by_shape.values() if value is not None), default=None),
         "by_shape": by_shape,
@@ -126,7 +171,7 @@ def _parity_batches(examples: Encoded, shape: Any) -> Iterator[tuple[str, list[I
     """By rows x tokens: batches made of validation texts. The longest and the shortest are always among them."""
     rows = np.random.default_rng(0).permutation(len(examples))[:PARITY_ROWS]
     length_N = examples.lengths(np.arange(len(examples)))
-    rows[:2] = length_N.argmax(), length_N.argmin()
+    rows[:2] = [length_N.argmax(), length_N.argmin()][: len(rows)]  # there may be one
     for count, tokens in PARITY_SHAPES:
         yield f"{count}x{tokens}", [_full(examples, rows, count, min(tokens, shape.max_position_embeddings))]
     mixed = [examples.batch(rows[first : first + MIXED]).inputs for first in range(0, len(rows), MIXED)]

@@ -15,7 +15,8 @@ from compressor.checkpoints import adopt_classifier, check_vocabulary, load_enco
 from compressor.config import FinetuneConfig
 from compressor.dataset import ENCODED, encode
 from compressor.errors import ModelError
-from compressor.evaluate import METRIC_NAMES, TorchPredictor, blind_score, predict, save_classifier, scores
+from compressor.evaluate import METRIC_NAMES, TorchPredictor, blind_score, measure_splits, predict, scores
+from compressor.models import check_reach, rescale, score_scale
 from compressor.sources import model_folder
 from compressor.tasks import Task
 from compressor.training import Tensors, fit
@@ -44,7 +45,7 @@ def finetune(
         cache = out.parent / ENCODED
         launch(_work, config, task, examples, max_tokens, seed, cache, draft.path, processes=processes, device=device)
         draft.take_result()
-        _refuse_chance(draft.metrics, config.teacher or config.base)
+        _refuse_chance(draft.metrics, config.teacher or config.base, task)
     return Artifact.open(out, kind="teacher")
 
 
@@ -66,6 +67,7 @@ def _work(
     torch.manual_seed(seed)  # the new head
     model, loaded = adopt_classifier(folder, task) if config.teacher else load_encoder(folder, task)
     check_vocabulary(model, tokenizer, folder)
+    check_reach(model.config, max_tokens=max_tokens, is_pair=task.is_pair, folder=folder)
     splits = ("train", *task.held_out)
     encoded = {name: encode(examples, name, tokenizer, max_tokens, cache=cache, world=world) for name in splits}
     metrics: dict[str, Any] = {"source": source, "parameters": model.num_parameters(), "loaded": loaded.as_dict()}
@@ -76,44 +78,56 @@ def _work(
         return scores(task, logits_NC, encoded["validation"].label_N)[task.metric]
 
     if config.teacher is None:
-        module = Supervised(model, task)
+        mean, spread = score_scale(task, encoded["train"].label_N)
+        module = Supervised(model, task, mean, spread)
         history = fit(
             module, encoded["train"], config, world=world, seed=seed, folder=out / CHECKPOINT, validate=validate
         )
+        rescale(model, mean, spread)
         metrics["history"] = history
     else:
         model.to(world.device)
+    metrics |= measure_splits(TorchPredictor(model), task, encoded, out, world)
     if world.is_leader:
-        metrics |= save_classifier(model, tokenizer, task, encoded, out)
+        model.save_pretrained(out)
+        tokenizer.save_pretrained(out)
         artifact.write_result(out, {**metrics, "blind": blind_score(task, encoded["validation"].label_N)})
 
 
 class Supervised(nn.Module):
-    """Cross-entropy of a classifier, or squared error of a regression, on labelled rows."""
+    """Cross-entropy of a classifier, or squared error of a regression, on labelled rows.
 
-    def __init__(self, model: nn.Module, task: Task) -> None:
+    A regression answers scores less their `mean`, over their `spread`; `models.rescale` puts both into the model.
+    """
+
+    def __init__(self, model: nn.Module, task: Task, mean: float = 0.0, spread: float = 1.0) -> None:
         super().__init__()
         self.model = model
-        self._is_regression = task.is_regression
+        self._is_regression, self._mean, self._spread = task.is_regression, mean, spread
 
     def forward(self, batch: Tensors) -> dict[str, torch.Tensor]:
         """The loss term `label`."""
         output = self.model(input_ids=batch.input_ids_BS, token_type_ids=batch.segment_BS, attention_mask=batch.mask_BS)
         logits_BC = output.logits.float()
         if self._is_regression:
-            return {"label": mse_loss(logits_BC[:, 0], batch.label_B)}
+            return {"label": mse_loss(logits_BC[:, 0], (batch.label_B - self._mean) / self._spread)}
         return {"label": cross_entropy(logits_BC, batch.label_B)}
 
 
-def _refuse_chance(metrics: dict[str, Any], source: str) -> None:
+def _refuse_chance(metrics: dict[str, Any], source: str, task: Task) -> None:
     """Raise ModelError unless the teacher is surely better than giving every text the same answer."""
     low, _ = metrics["validation"]["interval_95"]
     if low <= metrics["blind"]:
         found = metrics["validation"]
         name, score = METRIC_NAMES[found["metric"]], 100 * found["score"]
+        remedy = (
+            "a BERT seldom does better on WNLI, which repeats its texts with the other label (TinyBERT leaves it out); "
+            "give a checkpoint that does as finetune.teacher"
+            if task.name == "wnli"
+            else "train it longer, give it more rows, or check the checkpoint's label names and the labels of the data"
+        )
         raise ModelError(
             f"the teacher from {source} has {name} {score:.1f} (95 % interval from {100 * low:.1f}) on the "
             f"{found['rows']} validation rows, and the same answer to every text has {100 * metrics['blind']:.1f}; a "
-            "student would learn noise; train it longer, give it more rows, or check the checkpoint's label names and "
-            "the labels of the data"
+            f"student would learn noise; {remedy}"
         )

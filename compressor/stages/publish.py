@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import asdict
+from itertools import cycle, islice
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +18,12 @@ from serving import repository
 from serving.cascade import Cascade, choose_threshold
 from serving.contents import files_of
 from serving.errors import ModelError, RepositoryError
-from serving.inprocess import PAD_MULTIPLE
+from serving.inprocess import PAD_MULTIPLE, shorten
 from serving.model import ServedModel, Text
 from serving.versions import WAITING, place, read_manifest
 
-MOST_WARMUPS = 16
+TEACHER_WARMUPS = 16
+"""Most texts that the teacher is warmed up with: 64 texts of up to 512 tokens would take BERT-base a minute."""
 
 log = logging.getLogger(__name__)
 
@@ -45,7 +47,7 @@ def publish(
     """
     warmup = warmup_texts(corpus, task, int8.path / "tokenizer.json", max_tokens)
 
-    def served(folder: Path, exported: Path) -> ServedModel:
+    def served(folder: Path, exported: Path, warmup: tuple[Text, ...]) -> ServedModel:
         fp16 = exported / FP16_FILE
         return ServedModel(
             name=task.name,
@@ -65,8 +67,10 @@ def publish(
     parents = {"int8": int8, "onnx": onnx_models, "corpus": corpus}
     with artifact.write(out, "publication", key=key, section=config.model_dump(), parents=parents) as draft:
         exported = {name: onnx_models.path / name for name in ("student", "teacher")}
-        student = served(int8.path, exported["student"])
-        teacher = served(exported["teacher"], exported["teacher"]) if config.teacher or config.cascade else None
+        student = served(int8.path, exported["student"], warmup)
+        teacher = None
+        if config.teacher or config.cascade:
+            teacher = served(exported["teacher"], exported["teacher"], spread(warmup, TEACHER_WARMUPS))
         cascade = choose_cascade(config, task, student, teacher, corpus) if config.cascade and teacher else None
         folders = repository.write(student, root, teacher=teacher, cascade=cascade)
         versions = {
@@ -105,9 +109,9 @@ def _texts(rows: Any, task: Task) -> list[Text]:
 
 
 def warmup_texts(corpus: Artifact, task: Task, tokenizer: Path, max_tokens: int) -> tuple[Text, ...]:
-    """A text, or pair, of the validation split for each width that the server pads them to, the shortest first.
+    """A text, or pair, for each width that the server pads them to, the narrowest first.
 
-    Where there are many widths, `MOST_WARMUPS` of them, spread evenly; the narrowest and the widest are always there.
+    It is a text of the validation split; where none has the width, the beginning of all of them, one after the other.
     """
     from tokenizers import Tokenizer
 
@@ -115,13 +119,28 @@ def warmup_texts(corpus: Artifact, task: Task, tokenizer: Path, max_tokens: int)
     reader.no_padding()
     reader.enable_truncation(max_tokens)
     texts = _texts(read_examples(corpus.path / "validation.arrow"), task)
+    texts = [shorten(text, reader, max_tokens) for text in (*texts, *_beginnings(texts, max_tokens))]
     first_of: dict[int, Text] = {}
+    sides = {0, 1} if task.is_pair else {0}
     for text, encoding in zip(texts, reader.encode_batch_fast(texts), strict=True):
-        first_of.setdefault(-(-len(encoding) // PAD_MULTIPLE), text)
-    widths = sorted(first_of)
-    count = min(MOST_WARMUPS, len(widths))
-    chosen = {widths[round(number * (len(widths) - 1) / max(1, count - 1))] for number in range(count)}
-    return tuple(first_of[width] for width in sorted(chosen))
+        # The server refuses a text of which the tokenizer reads nothing.
+        if sides <= set(encoding.sequence_ids):
+            first_of.setdefault(-(-len(encoding) // PAD_MULTIPLE), text)
+    return tuple(first_of[width] for width in sorted(first_of))
+
+
+def _beginnings(texts: list[Text], words: int) -> list[Text]:
+    """The first 1 to `words` words of all texts together, or of the firsts and of the seconds of all pairs."""
+    columns = list(zip(*(text if isinstance(text, tuple) else (text,) for text in texts), strict=True))
+    found = [list(islice(cycle(" ".join(column).split()), words)) for column in columns]
+    joined = [[" ".join(column[:count]) for column in found] for count in range(1, words + 1)]
+    return [(row[0], row[1]) if len(row) == 2 else row[0] for row in joined if row]
+
+
+def spread(texts: tuple[Text, ...], most: int) -> tuple[Text, ...]:
+    """Return at most `most` of the texts, evenly spread; the first and the last are among them."""
+    count = min(most, len(texts))
+    return tuple(texts[round(number * (len(texts) - 1) / max(1, count - 1))] for number in range(count))
 
 
 def is_published(publication: Artifact, root: Path) -> bool:

@@ -13,11 +13,13 @@ from typing import Any
 import pytest
 from playwright.sync_api import Browser, Page, expect, sync_playwright
 
+from benchmarks import compare_page
 from compressor.page import bars, height_for, lines, scatter, svg
 from compressor.report import write_report
 from compressor.ui import STUDENT, TEACHER
 from serving.client import FakeClient
 from serving.errors import UnavailableError
+from tests.benchmarks.test_compare_page import result as comparison_of
 from tests.compressor.test_ui import TEACHER_SAYS, a_run, client, comparison, failing, serving
 from tests.reporting import make_run
 
@@ -76,6 +78,20 @@ def test_the_report_fits_its_screen_and_says_nothing_on_the_console(browser: Bro
             "all => all.map(text => text.getBoundingClientRect().height)"
         )
         assert min(sizes) >= 9  # pixels
+        assert opened.said == []
+
+
+@pytest.mark.parametrize("systems", [1, 3, 20])
+@pytest.mark.parametrize("width", [PHONE, DESK])
+def test_a_comparison_fits_its_screen_and_says_nothing_on_the_console(
+    browser: Browser, tmp_path: Path, systems: int, width: int
+) -> None:
+    file = tmp_path / "compare.html"
+    file.write_text(compare_page.html(comparison_of(systems)), encoding="utf-8")
+    with tab(browser, width=width) as opened:
+        opened.page.goto(file.as_uri())
+        assert opened.is_within_its_width
+        assert opened.page.locator("figure svg").count() == 6
         assert opened.said == []
 
 

@@ -204,10 +204,12 @@ def test_every_way_to_name_the_weights_gives_the_same_encoder(
 
 
 @pytest.mark.parametrize("zipped", [True, False])
-def test_a_pickle_of_tensors_is_read(tmp_path: Path, zipped: bool) -> None:
+@pytest.mark.parametrize("prefix", ["", "module."])  # of DataParallel
+def test_a_pickle_of_tensors_is_read(tmp_path: Path, zipped: bool, prefix: str) -> None:
     model = tiny.lively(tiny.bert())
     tiny.checkpoint(tmp_path, model)
-    pickled(tmp_path, model.state_dict(), _use_new_zipfile_serialization=zipped)
+    weights = {prefix + name: tensor for name, tensor in model.state_dict().items()}
+    pickled(tmp_path, weights, _use_new_zipfile_serialization=zipped)
     assert torch.equal(logits(load_classifier(tmp_path, tiny.TASK)), logits(model))
 
 

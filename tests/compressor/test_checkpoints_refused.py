@@ -166,6 +166,33 @@ def test_a_config_without_the_number_of_heads_is_refused(tmp_path: Path) -> None
         load_encoder(tmp_path, tiny.TASK)
 
 
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"hidden_act": "nope"}, r"gives hidden_act 'nope', which the library does not know"),
+        ({"hidden_size": "32"}, r"gives hidden_size '32', which is no whole number above 0"),
+        ({"num_attention_heads": 0}, r"gives num_attention_heads 0, which is no whole number above 0"),
+        (
+            {"num_attention_heads": 5},
+            r"describes no model \(The hidden size \(32\) is not a multiple of .* heads \(5\)\)",
+        ),
+        ({"hidden_dropout_prob": "x"}, r"describes no model \(.*\)"),
+        ({"id2label": {"a": "b"}}, r"cannot be used \(.*'a'\)"),
+    ],
+)
+@pytest.mark.parametrize("load", [load_classifier, load_encoder])
+def test_a_config_of_no_model_is_refused(tmp_path: Path, load: Any, changes: dict[str, Any], sentence: str) -> None:
+    edit_config(tiny.checkpoint(tmp_path), **changes)
+    with pytest.raises(ModelError, match=f"config.json {sentence}; use the one that the weights were saved with"):
+        load(tmp_path, tiny.TASK)
+
+
+def test_a_config_that_is_a_list_is_refused(tmp_path: Path) -> None:
+    (tiny.checkpoint(tmp_path) / "config.json").write_text("[1]")
+    with pytest.raises(ModelError, match=r"config.json holds JSON but no table; use the one that the weights"):
+        load_classifier(tmp_path, tiny.TASK)
+
+
 def test_a_broken_config_is_refused_in_one_sentence(tmp_path: Path) -> None:
     tiny.checkpoint(tmp_path)
     (tmp_path / "config.json").write_text("{")

@@ -2,6 +2,7 @@
 
 import random
 import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from compressor.classify import ROWS_AT_ONCE, Columns, answered, classify_file, 
 from compressor.cli import app
 from compressor.errors import ConfigError, DataError
 from serving import FakeClient, RequestError, TritonServer, UnavailableError, free_port, write
-from serving.client import Text
+from serving.model import Text
 from tests.serving.conftest import score_model, tiny_model
 
 
@@ -132,10 +133,43 @@ def test_tables_in_memory() -> None:
     score = FakeClient({("a", "b"): 2.5}, labels=(), pair=True)
     pairs = classify_table(score, pa.table({"a": ["a"], "b": ["b"]}), Columns(text="a", text_b="b"))
     assert pairs.to_pydict() == {"a": ["a"], "b": ["b"], "value": [2.5], "error": [""]}
-    with pytest.raises(DataError, match="the table, row 1: there is a column 'label' already"):
-        classify_table(fake(), table, Columns(text="t"))
     empty = classify_table(fake(), pa.table({"t": pa.array([], pa.string())}), Columns(text="t"))
     assert empty.column_names == ["t", "label", "score", "error"]
+
+
+def test_what_the_answers_file_cannot_hold_is_refused_before_anything_is_asked(tmp_path: Path) -> None:
+    table = pa.table({"text": ["good", "bad"], "raw": [None, b"\x00"]})
+    pq.write_table(table, tmp_path / "in.parquet")
+    never = FakeClient(lambda text: pytest.fail(f"{text} was asked"))
+    with pytest.raises(DataError, match=r"in.parquet, row 2: column 'raw': .* bytes .* write .parquet"):
+        classify_file(tmp_path / "in.parquet", tmp_path / "out.csv", Columns(text="text"), lambda: never)
+
+
+@pytest.mark.parametrize("make", [pa.table, pd.DataFrame])
+@pytest.mark.parametrize("count", [0, 2])
+@pytest.mark.parametrize(
+    ("names", "columns", "message"),
+    [
+        ("ab", Columns(text="t"), "^the table: no column 't'; known: a, b$"),
+        ("ab", Columns(text="a", text_b="t"), "^the table: no column 't'; known: a, b$"),
+        (["a", "b", "label"], Columns(text="a", text_b="b"), "^the table: there is a column 'label' already"),
+    ],
+)
+def test_a_table_in_memory_that_does_not_fit_is_refused(
+    make: Callable[[dict[str, list[str]]], Any], count: int, names: Sequence[str], columns: Columns, message: str
+) -> None:
+    client = FakeClient({}, pair=columns.text_b is not None)
+    with pytest.raises(DataError, match=message):
+        classify_table(client, make({name: ["x"] * count for name in names}), columns)
+    assert client.calls == []
+
+
+def test_a_frame_may_hold_anything_but_where_its_texts_should_be() -> None:
+    mixed = pd.DataFrame({"t": ["good", 3], "n": ["a", 1]})
+    with pytest.raises(DataError, match="the table, row 2: column 't' holds int 3; it must be text"):
+        classify_table(fake(), mixed, Columns(text="t"))
+    nothing = pd.DataFrame({"t": ["good", None, float("nan"), pd.NA, pd.NaT], "n": ["a", 1, {}, [], None]})
+    assert list(classify_table(fake(), nothing, Columns(text="t"))["error"]) == ["", *["TEXT is empty"] * 4]
 
 
 @pytest.mark.triton

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import json
 import re
-import signal
-import socket
+import shutil
 import subprocess
 import sys
 import warnings
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable
 from pathlib import Path
-from urllib.request import Request, urlopen
 
 import pytest
 from typer.testing import CliRunner
@@ -20,21 +17,13 @@ from typer.testing import CliRunner
 from compressor import latency
 from compressor.cli import app
 from compressor.errors import ConfigError
-from serving import free_port
+from serving import RepositoryError, free_port
 from tests import tiny
 from tests.conftest import Line
+from tests.tiny import sentence
 
 HEAVY = ("torch", "transformers", "datasets", "onnxruntime", "numpy")
 STAGES = 8
-
-
-def sentence(done: subprocess.CompletedProcess[bytes], code: int = 1) -> str:
-    """The error of a command that ended with `code`: one sentence, no traceback, nothing on standard output."""
-    error = done.stderr.decode()
-    assert done.returncode == code, error
-    assert "Traceback" not in error
-    assert done.stdout == b""
-    return error.splitlines()[-1]
 
 
 @pytest.fixture
@@ -207,6 +196,20 @@ def test_a_report_is_rendered_again(line: Line, tmp_path: Path) -> None:
     assert (copy.run / "report.html").is_file()
 
 
+def test_a_build_that_stopped_has_a_report_of_what_it_finished(line: Line, tmp_path: Path) -> None:
+    copy = line.copy(tmp_path)
+    for step in ("7-quantize", "8-publish"):
+        shutil.rmtree(copy.run / step)
+    assert tiny.run("report", copy.run).returncode == 0
+    assert "the last finished stage is 6-export" in (copy.run / "report.md").read_text()
+    shutil.rmtree(copy.run / "1-corpus")  # what follows a missing stage is no part of the build any more
+    done = tiny.run("report", copy.run)
+    assert (done.returncode, done.stderr.decode()) == (
+        1,
+        f"error: {copy.run} holds no finished stage to report on; run `compressor build`\n",
+    )
+
+
 @pytest.mark.parametrize(
     ("step", "split"), [("2-finetune", "test"), ("5-distill-prediction", "test"), ("7-quantize", "validation")]
 )
@@ -244,6 +247,24 @@ def test_every_stage_runs_by_itself_on_the_artifacts_of_a_build(
     stage("export", "6-export", student="5-distill-prediction", **models)
     stage("quantize", "7-quantize", onnx="6-export", student="5-distill-prediction", **models)
     stage("publish", "8-publish", onnx="6-export", int8="7-quantize", corpus="1-corpus")
+
+
+def test_what_is_published_is_verified_on_demand(
+    line: Line, tmp_path: Path, invoke: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[tuple[Path, str]] = []
+    monkeypatch.setattr("serving.online.verify_served", lambda root, url: asked.append((root, url)) or [])
+    root, parents = tmp_path / "repository", {"corpus": "1-corpus", "onnx": "6-export", "int8": "7-quantize"}
+    given = [part for role, step in parents.items() for part in (f"--{role}", line.run / step)]
+    common = ("publish", "--recipe", line.recipe, *given, "--repository", root, "--verify", "--out")
+    assert invoke(*common, tmp_path / "one") == f"{tmp_path / 'one'}\n{root}: nothing is wrong\n"
+    monkeypatch.setattr("serving.control.served_at", lambda _: "127.0.0.1:1")
+    assert invoke(*common, tmp_path / "one").endswith(f"{root}: nothing is wrong\n")
+    assert asked == [(root, "127.0.0.1:1")]
+    (root / "other" / "1").mkdir(parents=True)
+    (root / "other" / "config.pbtxt").write_text('backend: "python"')
+    with pytest.raises(RepositoryError, match=rf"model repository {root} has \d+ faults; correct or publish it again"):
+        invoke(*common, tmp_path / "one")
 
 
 @pytest.mark.slow
@@ -337,114 +358,3 @@ def test_no_server_is_said_in_a_sentence() -> None:
 def test_standard_input_that_is_no_text_is_refused() -> None:
     done = tiny.run("classify", "-", stdin=b"a good film\n\xff\xfe\n")
     assert "standard input, line 2: not UTF-8" in sentence(done)
-
-
-@dataclass(frozen=True)
-class Server:
-    """A server started by the command line."""
-
-    process: subprocess.Popen[bytes]
-    said: list[str]
-    http: str
-    grpc: str
-
-
-@pytest.fixture(scope="module")
-def server(line: Line) -> Iterator[Server]:
-    """Serve the build with the real Triton; it ends on Ctrl-C, with nothing to say."""
-    ports = {name: free_port() for name in ("http", "grpc", "metrics")}
-    flags = [part for name, port in ports.items() for part in (f"--{name}-port", port)]
-    program = tiny.command("serve", line.repository, *flags)
-    process = subprocess.Popen(program, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-    assert process.stdout is not None
-    said = [process.stdout.readline().decode() for _ in range(3)]
-    if not said[0]:
-        raise AssertionError(process.communicate()[1].decode())
-    yield Server(process, said, f"127.0.0.1:{ports['http']}", f"127.0.0.1:{ports['grpc']}")
-    process.send_signal(signal.SIGINT)
-    _, heard = process.communicate(timeout=60)
-    assert process.returncode == 0, heard.decode()
-    assert heard.decode() == "stopping\n"
-    for port in ports.values():
-        with socket.socket() as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            probe.bind(("127.0.0.1", port))
-
-
-@pytest.mark.triton
-def test_a_server_says_that_it_is_ready_and_where(server: Server) -> None:
-    assert server.said[0] == "ready: sst2, sst2_student, sst2_teacher\n"
-    assert f"HTTP {server.http}, gRPC {server.grpc}, metrics http://127.0.0.1:" in server.said[1]
-
-
-@pytest.mark.triton
-@pytest.mark.parametrize("protocol", ["grpc", "http"])
-def test_texts_are_classified(server: Server, protocol: str) -> None:
-    url = server.grpc if protocol == "grpc" else server.http
-    texts = ("a superb film", "a dull story")
-    done = tiny.run("classify", *texts, "--url", url, "--protocol", protocol)
-    assert done.returncode == 0, done.stderr.decode()
-    rows = [text.split("\t") for text in done.stdout.decode().splitlines()]
-    assert [(label, text) for label, _, text in rows] == [("positive", texts[0]), ("negative", texts[1])]
-    assert all(0.5 <= float(score) <= 1 for _, score, _ in rows)
-
-
-@pytest.mark.triton
-def test_lines_of_standard_input_are_classified(server: Server) -> None:
-    lines = b"a superb film\r\n\n  \na dull story"
-    done = tiny.run("classify", "-", "--url", server.grpc, "--json", stdin=lines)
-    answers = [json.loads(text) for text in done.stdout.decode().splitlines()]
-    assert [answer["text"] for answer in answers] == ["a superb film", "a dull story"]
-    assert [answer["label"] for answer in answers] == ["positive", "negative"]
-    assert set(answers[0]["probabilities"]) == {"negative", "positive"}
-
-
-@pytest.mark.triton
-def test_a_served_model_is_evaluated(server: Server, line: Line) -> None:
-    done = tiny.run("evaluate", "--corpus", line.run / "1-corpus", "--url", server.grpc, "--json")
-    found = json.loads(done.stdout)
-    expected = json.loads((line.run / "7-quantize" / "manifest.json").read_text())["metrics"]["test"]
-    assert found["rows"] == 48
-    # Dynamic INT8 depends a little on what shares a batch.
-    assert abs(found["score"] - expected["score"]) <= 1 / 48 + 1e-9
-
-
-@pytest.mark.triton
-def test_the_page_asks_the_server_for_both(server: Server, line: Line) -> None:
-    page = f"http://127.0.0.1:{free_port()}/"
-    program = tiny.command("ui", "--url", server.grpc, "--run", line.run, "--port", page[:-1].rpartition(":")[2])
-    with subprocess.Popen(program, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
-        assert process.stdout.readline().decode() == f"page {page}; stop with Ctrl-C\n"
-        text = Request(f"{page}classify", b'{"texts": ["a superb film"]}', {"Content-Type": "application/json"})
-        with urlopen(text, timeout=20) as first, urlopen(f"{page}disagreements", timeout=60) as second:
-            found, apart = json.load(first), json.load(second)
-        process.send_signal(signal.SIGINT)
-        assert (process.communicate(timeout=20)[1], process.returncode) == (b"stopping\n", 0)
-    assert [found[name]["label"] for name in ("teacher", "student")] == ["positive"] * 2
-    pairs = json.loads((line.run / "7-quantize" / "manifest.json").read_text())["metrics"]["validation_pairs"]
-    assert abs(1 - apart["count"] / apart["rows"] - pairs["teacher"]["agreement"]) <= 1 / apart["rows"] + 1e-9
-
-
-@pytest.mark.triton
-def test_an_empty_text_is_refused_in_a_sentence(server: Server) -> None:
-    assert "empty" in sentence(tiny.run("classify", "", "--url", server.grpc))
-
-
-@pytest.mark.triton
-def test_a_port_in_use_is_said_in_a_sentence(server: Server, line: Line) -> None:
-    port = server.grpc.rpartition(":")[2]
-    done = tiny.run("serve", line.repository, "--grpc-port", port, "--http-port", free_port())
-    assert f"port {port} on 127.0.0.1 is in use; stop what holds it" in sentence(done)
-
-
-@pytest.mark.triton
-def test_a_server_started_by_a_script_ends_on_sigterm(line: Line) -> None:
-    flags = [part for name in ("http", "grpc", "metrics") for part in (f"--{name}-port", free_port())]
-    # A shell without job control starts what it sends to the background with SIGINT ignored.
-    program = ["sh", "-c", "trap '' INT; exec \"$@\"", "sh", *tiny.command("serve", line.repository, *flags)]
-    process = subprocess.Popen(program, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-    assert process.stdout is not None
-    assert process.stdout.readline().startswith(b"ready")
-    process.terminate()
-    _, heard = process.communicate(timeout=60)
-    assert (process.returncode, heard) == (0, b"stopping\n")

@@ -40,6 +40,17 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TritonServer]:
         yield started
 
 
+def test_models_made_for_more_cores_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("serving.cores.available_cores", lambda: 2)
+    for name, instances, threads in (("fits", 2, 1), ("many", 4, 1), ("wide", 1, 3)):
+        model = tiny_model(tmp_path / "model", name=name, instances=instances, intra_op_threads=threads)
+        repository.write(model, tmp_path / "repository")
+    many, wide = cli_serving.crowded_models(tmp_path / "repository")
+    assert many.startswith("many runs 4 x 1 threads, and this machine has 2 cores")
+    assert wide.startswith("wide runs 1 x 3 threads, and this machine has 2 cores")
+    assert wide.endswith("publish it again here, or with `--set publish.cores=2`")
+
+
 @pytest.mark.triton
 def test_status_deploy_and_rollback(server: TritonServer, tmp_path: Path) -> None:
     runner, url = CliRunner(), ("--url", server.grpc_url)
@@ -54,12 +65,34 @@ def test_status_deploy_and_rollback(server: TritonServer, tmp_path: Path) -> Non
         row for row in json.loads(runner.invoke(app, ["status", "--json", *url]).stdout) if row["model"] == "sst2"
     ]
     assert (row["version"], row["published"]) == (1, 2)
-    deployed = runner.invoke(app, ["deploy", *url])
+    absent = runner.invoke(app, ["deploy", "3", *url])
+    assert absent.exit_code == 1
+    assert str(absent.exception).endswith("sst2 holds no version 3; it has 1, 2")
+    deployed = runner.invoke(app, ["deploy", "2", *url])
     assert deployed.stdout == (
         "sst2 answers with version 2, before with 1; 2 stored texts were answered as they must be\n"
     )
     back = runner.invoke(app, ["rollback", "--json", *url])
     assert json.loads(back.stdout) == {"model": "sst2", "before": 2, "after": 1, "smoked": 2}
+
+
+def test_rollback_of_a_repository_needs_no_server(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    root = published(tmp_path)
+    published(tmp_path, root=root, labels=("bad", "good"))
+    with monkeypatch.context() as served:
+        served.setattr("serving.control.is_served", lambda repository: repository == root)
+        assert run(monkeypatch, "rollback", "--repository", root) == 1
+        assert f"error: a server serves {root} now; name its --url instead" in capsys.readouterr().err
+    assert run(monkeypatch, "rollback", "--repository", root) == 0
+    said = f"sst2 is at version 1 again, from the next start of a server of {root}\n"
+    assert capsys.readouterr().out == said
+    published(tmp_path, root=root, labels=("worse", "better"))
+    assert run(monkeypatch, "rollback", "--repository", root, "--json") == 0
+    assert json.loads(capsys.readouterr().out) == {"model": "sst2", "after": 1}
+    assert run(monkeypatch, "rollback", "--repository", root) == 1
+    assert "has no version before 1" in capsys.readouterr().err
 
 
 @pytest.mark.triton

@@ -282,6 +282,7 @@ def test_a_task_of_the_user_s_own_may_predict_a_number():
     ("override", "sentence"),
     [
         ('task.labels=["one"]', "task.labels is ['one']; tuple should have at least 2 items"),
+        ('task.labels=["a", "b\\nc"]', "task: labels hold 'b\\nc'; each must be one line that is not empty"),
         ('task.labels=["a", "A "]', "task: labels are ['a', 'A ']; they must differ in more than case"),
         ("task.columns=[]", "task.columns is []; tuple should have at least 1 item"),
         ('task.columns=["a", "b", "c"]', "task.columns is ['a', 'b', 'c']; tuple should have at most 2 items"),

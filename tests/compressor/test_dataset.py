@@ -171,6 +171,12 @@ def test_a_batch_is_padded_to_eight_unless_told_otherwise(encoded):
     assert encoded.batch(np.array([1])).inputs.mask_BS.shape == (1, 8)
 
 
+def test_a_batch_is_not_padded_past_the_longest_row_possible(examples, cache):
+    encoded = encode(examples, "train", make_tokenizer(), 9, cache=cache)
+    assert replace(encoded, pad_multiple=4).batch(np.array([2])).inputs.mask_BS.shape == (1, 8)
+    assert replace(encoded, pad_multiple=7).batch(np.array([2])).inputs.mask_BS.shape == (1, 9)
+
+
 def test_batches_can_all_have_one_size(encoded):
     wide = encoded.padded_to(12)
     shapes = {array.shape for batch in wide.batches_by_length(2) for array in batch.inputs}

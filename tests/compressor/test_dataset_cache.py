@@ -107,6 +107,23 @@ def test_splits_are_kept_apart(cache, tmp_path):
         assert ids(encode(both, split, make_tokenizer(), 16, cache=cache), 0) == [CLS, word, SEP]
 
 
+@pytest.mark.parametrize(("texts", "share"), [(("goodly zebras film", "a film"), 20), (("unknown", "words too"), 100)])
+@pytest.mark.parametrize("by_word", [True, False])
+def test_many_unknown_words_are_told_once(texts, share, by_word, cache, tmp_path, caplog, monkeypatch):
+    monkeypatch.setattr(encoding.ByWord, "fits", lambda rules: by_word)
+    examples = make_examples(tmp_path / "examples", [Example((text,), 1, 0) for text in texts])
+    for _ in range(2):
+        encode(examples, "train", make_tokenizer(), 16, cache=cache)
+    (said,) = caplog.messages
+    assert said.startswith(f"{share} % of the words of {examples.path / 'train.arrow'} are unknown to the tokenizer")
+
+
+def test_few_unknown_words_are_not_told(cache, tmp_path, caplog):
+    rows = [Example(("good " * 20 + "zebra",), 1, 0)]
+    encode(make_examples(tmp_path / "examples", rows), "train", make_tokenizer(), 64, cache=cache)
+    assert not caplog.messages
+
+
 KILLED = """\
 import os, signal, sys
 from pathlib import Path

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from compressor import statistics
 from compressor.artifact import Artifact
 from compressor.checkpoints import load_classifier, load_tokenizer
 from compressor.dataset import Inputs, encode
@@ -64,6 +65,20 @@ def test_f1_of_more_than_two_labels_is_their_mean() -> None:
     task = tiny.pair_task(labels=("a", "b", "c"), metrics=("f1",))
     found = scores(task, one_hot([0, 1, 1, 2], labels=3), np.array([0, 1, 2, 2]))
     assert found["f1"] == pytest.approx((1 + 2 / 3 + 2 / 3) / 3)
+
+
+def test_f1_of_three_labels_is_their_mean_also_on_rows_that_hold_two(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(statistics, "RESAMPLES", 5)
+    task = tiny.pair_task(labels=("a", "b", "c"), metrics=("f1",))
+    label_N, answer_N = [0, 0, 0, 1, 1, 1], [0, 1, 0, 1, 1, 1]
+    # F1 of "a": 2 * 2 / (2 + 3), of "b": 2 * 3 / (4 + 3)
+    expected = pytest.approx((4 / 5 + 6 / 7) / 2)
+    logits_NC = one_hot(answer_N, labels=3)
+    found = measure(task, logits_NC, np.array(label_N))
+    assert found["score"] == found["all"]["f1"] == expected
+    assert blind_score(task, np.array(label_N)) == pytest.approx(1 / 3)  # 2 / 3 of one, 0 of the other
+    blind = one_hot([0] * 6, labels=3)
+    assert paired(task, logits_NC, blind, np.array(label_N))["ratio"] == pytest.approx((4 / 5 + 6 / 7) / 2 * 3)
 
 
 def test_matthews_by_hand() -> None:

@@ -136,11 +136,11 @@ def test_impossible_layer_maps_are_refused(layers: int, given: tuple[int, ...] |
 
 
 def test_student_shape_keeps_vocabulary_and_labels_and_drops_dropout() -> None:
-    teacher = tiny.bert()
+    teacher = tiny.bert(classifier_dropout=0.3)
     shape = student_shape(tiny.student(), teacher.config)
     assert (shape.num_hidden_layers, shape.hidden_size, shape.intermediate_size) == (1, 16, 32)
     assert (shape.vocab_size, shape.id2label) == (teacher.config.vocab_size, teacher.config.id2label)
-    assert (shape.hidden_dropout_prob, shape.attention_probs_dropout_prob) == (0, 0)
+    assert (shape.hidden_dropout_prob, shape.attention_probs_dropout_prob, shape.classifier_dropout) == (0, 0, None)
 
 
 def test_student_shape_leaves_the_teacher_as_it_is() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import importlib.util
 import random
 import shutil
 import signal
@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from compressor import artifact, pipeline
+from compressor import artifact, machine, pipeline
 from compressor.config import BuildConfig
 from compressor.errors import ArtifactError, SourceError
 from compressor.pipeline import finished, open_run, plan
@@ -191,6 +191,51 @@ def test_changed_data_reruns_everything(line: Line, tmp_path: Path) -> None:
     assert all(before != after for before, after in zip(first, second, strict=True))
 
 
+def quantize_key(line: Line, *overrides: str) -> str:
+    """What decides whether the INT8 student is made again."""
+    (step,) = (
+        step for step in steps(config_of(line, *overrides), Where(repository=line.repository)) if step.kind == "int8"
+    )
+    return step.key(dict.fromkeys(step.parents, "same"))
+
+
+def test_changed_texts_of_the_vocabulary_rerun_quantization(line: Line, tmp_path: Path) -> None:
+    texts = tmp_path / "texts.txt"
+    overrides = ("quantize.trim_vocabulary=true", f'quantize.vocabulary_texts=["{texts}"]')
+    with pytest.raises(
+        SourceError, match=r"^quantize\.vocabulary_texts\.0 is .*texts\.txt', and there is no such file"
+    ):
+        pipeline.check_ready(steps(config_of(line, *overrides), Where(repository=line.repository)))
+    texts.write_text("some words\n")
+    before = quantize_key(line, *overrides)
+    texts.write_text("other words\n")
+    assert quantize_key(line, *overrides) != before
+
+
+def test_a_missing_package_is_named_before_any_stage_starts(line: Line, monkeypatch: pytest.MonkeyPatch) -> None:
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "onnxruntime" else find(name))
+    with pytest.raises(
+        SourceError,
+        match=r"^stage export needs onnxruntime, which is not installed; pip install 'compressor\[cpu\]'$",
+    ):
+        pipeline.check_ready(steps(config_of(line), Where(repository=line.repository)))
+    assert "cpu" in machine.missing_extras()
+
+
+def test_a_run_carried_on_by_another_kind_of_processor_is_quantized_again(
+    line: Line, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keys = []
+    for kind in ("avx2", "amx"):
+        monkeypatch.setattr(machine, "int8_cpu", lambda kind=kind: kind)
+        keys.append((quantize_key(line), quantize_key(line, 'quantize.target_cpu="neon"')))
+    (auto, neon), (other_auto, other_neon) = keys
+    assert auto != other_auto
+    assert neon == other_neon
+    assert other_auto == quantize_key(line, 'quantize.target_cpu="amx"')
+
+
 def test_a_damaged_stage_is_made_again(line: Line, tmp_path: Path) -> None:
     copy = line.copy(tmp_path)
     (copy.run / "6-export" / "student" / "model.onnx").unlink()
@@ -325,96 +370,3 @@ def test_ctrl_c_stops_two_processes(line: Line, tmp_path: Path) -> None:
         assert process.returncode == 130
     assert b"interrupted; finished stages are kept" in heard
     assert b"Traceback" not in heard
-
-
-OWN = """\
-seed = 7
-
-[task]
-name = "alike"
-columns = ["a", "b"]
-label = "score"
-metric = "spearman"
-max_tokens = 24
-
-[corpus]
-source = {data}
-
-[finetune]
-base = {base}
-epochs = 8
-learning_rate = 5e-3
-batch_size = 16
-
-[general]
-source = {text}
-epochs = 1
-learning_rate = 3e-3
-batch_size = 8
-block_tokens = 16
-
-[student]
-layers = 1
-hidden = 16
-heads = 4
-intermediate = 32
-init = "general"
-
-[[distill]]
-objective = "intermediate"
-attention = "relations"
-relation_heads = 4
-epochs = 1
-learning_rate = 3e-3
-batch_size = 16
-
-[[distill]]
-objective = "prediction"
-epochs = 4
-learning_rate = 3e-3
-batch_size = 16
-
-[quantize]
-max_metric_drop = 0.1
-calibration_rows = 16
-"""
-
-
-def own_recipe(folder: Path) -> Path:
-    """A recipe for scores of pairs in a CSV file, whose student starts from a general one."""
-    task, places = tiny.pair_task(labels=()), {"base": tiny.checkpoint(folder / "base")}
-    for name, seed, count in (("train", 0, 192), ("dev", 1, 48), ("test", 2, 48)):
-        places["data"] = folder / "data"
-        places["data"].mkdir(exist_ok=True)
-        lines = [f"{row.texts[0]},{row.texts[1]},{row.label:.1f}\n" for row in tiny.task_rows(task, count, seed=seed)]
-        (places["data"] / f"{name}.csv").write_text("a,b,score\n" + "".join(lines), encoding="utf-8")
-    places["text"] = folder / "text.txt"
-    places["text"].write_text("\n\n".join(text for text, _ in tiny.rows(200, seed=3)), encoding="utf-8")
-    recipe = folder / "own.toml"
-    recipe.write_text(OWN.format(**{name: json.dumps(str(path)) for name, path in places.items()}), encoding="utf-8")
-    return recipe
-
-
-@pytest.mark.slow
-def test_a_regression_of_pairs_goes_the_whole_way_from_a_general_student(tmp_path: Path) -> None:
-    recipe, run = own_recipe(tmp_path), tmp_path / "run"
-    done = tiny.run(
-        "build", "--recipe", recipe, "--out", run, "--repository", tmp_path / "repository", "--json", hasty=True
-    )
-    assert done.returncode == 0, done.stderr.decode()
-    assert list(finished(run)) == [
-        "1-corpus",
-        "2-finetune",
-        "3-general",
-        "4-distill-intermediate",
-        "5-distill-prediction",
-        "6-export",
-        "7-quantize",
-        "8-publish",
-    ]
-    facts = json.loads(done.stdout)
-    assert facts["task"]["metric"] == "Spearman correlation"
-    teacher, student, int8 = (row["test"]["score"] for row in facts["systems"])
-    assert min(teacher, student) > 0.7
-    assert int8 > 0.6  # without VNNI weights have 7 bits
-    assert (tmp_path / "repository" / "alike" / "config.pbtxt").is_file()

@@ -94,6 +94,18 @@ def test_rejected_int8_candidate_is_in_the_table(tmp_path: Path) -> None:
     assert (per_row["drop_points"], per_row["within_bound"]) == (0, False)  # its answers depend on the batch
 
 
+@pytest.mark.parametrize(("upper", "within"), [(0.98, True), (0.96, False)])
+def test_the_agreement_gate_is_one_of_the_gates(tmp_path: Path, upper: float, within: bool) -> None:
+    artifacts = make_run(tmp_path)
+    manifest = artifacts["7-quantize"].manifest
+    manifest["section"]["min_agreement"] = 0.97
+    manifest["metrics"]["candidates"][1]["agreement_fp32_95"] = [0.9, upper]
+    facts = collect(tmp_path, artifacts)
+    gate = next(gate for gate in facts["gates"] if "answers as fp32" in gate["gate"])
+    assert (gate["value"], gate["rule"], gate["bound"]) == (100 * upper, "at least", 97)
+    assert facts["int8_candidates"][1]["within_bound"] is gate["passed"] is within
+
+
 def test_the_int8_section_tells_parts_and_processors(tmp_path: Path) -> None:
     facts = collect(tmp_path, make_run(tmp_path))
     assert facts["int8"]["size_by_part"]["head"] == {"fp32": 400_000, "int8": 100_000}

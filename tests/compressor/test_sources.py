@@ -7,6 +7,7 @@ import subprocess
 import tarfile
 from pathlib import Path
 
+import datasets
 import huggingface_hub
 import pytest
 import requests
@@ -14,8 +15,18 @@ from huggingface_hub.errors import LocalEntryNotFoundError
 from huggingface_hub.utils import filter_repo_objects
 
 from compressor import sources
-from compressor.errors import SourceError
-from compressor.sources import IndexFile, check, content_hash, index_file, index_text, model_folder, package_folder
+from compressor.errors import ConfigError, SourceError
+from compressor.sources import (
+    IndexFile,
+    check,
+    content_hash,
+    hub_data,
+    index_file,
+    index_text,
+    model_folder,
+    package_folder,
+    reach_hub,
+)
 
 TEXT = b"1\t2.0\ta good film\n"
 
@@ -167,6 +178,84 @@ def test_malformed_hub_name_is_refused_without_a_download(name, hub):
         model_folder(f"hub:{name}", what="finetune.base")
 
 
+@pytest.mark.parametrize("name", ["a/b:", ":c", "a/b:c:d", "a/b:c/d"])
+def test_malformed_configuration_is_refused(name):
+    with pytest.raises(SourceError, match=r"a hub source is written hub:owner/name or hub:owner/name:configuration"):
+        check(f"hub:{name}", what="corpus.source")
+
+
+@pytest.mark.parametrize("what", ["corpus.source", "general.source", "adapt.corpus.1"])
+def test_data_sets_have_configurations_and_models_have_none(what):
+    check("hub:wikimedia/wikipedia:20231101.en", what=what)
+    with pytest.raises(SourceError, match=r"finetune.base is 'hub:a/b:c'; a hub source is written hub:owner/name$"):
+        check("hub:a/b:c", what="finetune.base")
+
+
+def loading(monkeypatch, error: Exception | None = None) -> list[tuple[object, ...]]:
+    """Stands for the hub's data sets; notes what it was asked for."""
+    asked = []
+
+    def load_dataset(*arguments, **options):
+        asked.append((*arguments, options))
+        if error is not None:
+            raise error
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    return asked
+
+
+@pytest.mark.parametrize(
+    ("name", "config", "expected"),
+    [("a/b", None, None), ("a/b", "sst2", "sst2"), ("a/b:c", None, "c"), ("a/b:c", "sst2", "c")],
+)
+def test_hub_data_is_asked_for_by_name_and_configuration(name, config, expected, monkeypatch):
+    asked = loading(monkeypatch)
+    hub_data(name, what="corpus.source", config=config, split="train")
+    assert asked == [("a/b", expected, {"split": "train"})]
+
+
+MANY = [f"2023.{number}" for number in range(300)]
+
+
+@pytest.mark.parametrize(
+    ("said", "sentence"),
+    [
+        (
+            "Config name is missing.\nPlease pick one among the available configs: ['ab', 'ace']\nExample: `x`",
+            r"(Config name is missing); write hub:a/b:configuration, and the configuration is one of ab, ace",
+        ),
+        (
+            f"BuilderConfig 'sst2' not found. Available: {MANY}",
+            "(BuilderConfig 'sst2' not found); write hub:a/b:configuration, and the configuration is one of "
+            f"{', '.join(MANY[:10])} and 290 more",
+        ),
+        (
+            "Unknown split \"train\". Should be one of ['test'].",
+            "(Unknown split \"train\". Should be one of ['test']); give the path of a local copy in its place",
+        ),
+    ],
+)
+def test_hub_data_that_the_library_refuses_gives_its_reason_and_configurations(said, sentence, monkeypatch):
+    loading(monkeypatch, ValueError(said))
+    with pytest.raises(SourceError) as caught:
+        hub_data("a/b:c", what="corpus.source")
+    assert str(caught.value) == f"corpus.source is hub:a/b:c, which cannot be loaded {sentence}"
+
+
+@pytest.mark.parametrize(
+    ("source", "what", "kind"),
+    [("hub:a/b:c", "corpus.source", "dataset"), ("hub:a/b", "adapt.corpus.0", "dataset"), ("hub:a/b", "x", "model")],
+)
+def test_hub_is_asked_for_the_entry_without_its_configuration(source, what, kind, monkeypatch):
+    asked = []
+    monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
+    monkeypatch.setattr(
+        huggingface_hub.HfApi, "repo_info", lambda self, name, *, repo_type, timeout: asked.append((name, repo_type))
+    )
+    reach_hub(source, what=what)
+    assert asked == [("a/b", kind)]
+
+
 @pytest.mark.parametrize("name", ["bert-base-uncased", "google-bert/bert-base-uncased", "a.b_c/D-1"])
 def test_hub_name_is_accepted_without_a_download(name, hub):
     hub(raising(AssertionError("the hub was asked")))
@@ -262,3 +351,16 @@ def test_cache_folder_follows_the_environment(monkeypatch, tmp_path):
     assert sources.cache_folder() == tmp_path / "compressor"
     monkeypatch.setenv("COMPRESSOR_CACHE", str(tmp_path / "mine"))
     assert sources.cache_folder() == tmp_path / "mine"
+
+
+@pytest.mark.parametrize("source", ["hub:owner/name", "index:vaderSentiment==3.3.2", "FOLDER"])
+def test_what_holds_no_word_vectors_is_refused(source, tmp_path):
+    with pytest.raises(SourceError, match=r"augment.vectors is .*; word vectors come from a package or a GloVe text f"):
+        check(source.replace("FOLDER", str(tmp_path)), what="augment.vectors")
+
+
+def test_a_list_of_words_that_cannot_be_read_is_refused_with_its_own_remedy(tmp_path):
+    (tmp_path / "empty.txt").write_text(" \n", encoding="utf-8")
+    for source, reason in (("absent.txt", 'no such file; use "en" or the path of a list'), ("empty.txt", "no word; ")):
+        with pytest.raises(ConfigError, match=reason):
+            check(str(tmp_path / source), what="augment.stop_words")

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 from numpy.testing import assert_allclose
-from scipy.stats import norm
+from scipy.stats import norm, wilcoxon
 
 from compressor.statistics import bootstrap, calibration, mcnemar, ratio_of_rounds, share_differences, wilson
 
@@ -131,13 +131,32 @@ def test_calibration_refuses_what_are_no_probabilities_of_the_rows(probability_N
         calibration(probability_NC, np.zeros(min(1, len(probability_NC)), int))
 
 
-def test_a_ratio_of_rounds_by_hand():
+def test_a_ratio_of_few_rounds_by_hand():
     found = ratio_of_rounds([20.0, 80.0, 40.0], [10.0, 20.0, 10.0])
-    # Logs of 2, 4, 4 in units of log 2: 1, 2, 2; mean 5/3, deviation sqrt(1/3); t of 2 degrees of freedom is 4.30265.
-    spread = 4.30265 * np.sqrt(1 / 3) / np.sqrt(3)
-    assert found["ratio"] == pytest.approx(2 ** (5 / 3))
+    # Logs of 2, 4, 4 in units of log 2: 1, 2, 2; of pairs 1, 1.5, 1.5, 2, 2, 2; mean 5/3, deviation sqrt(1/3).
+    spread = 4.30265 * np.sqrt(1 / 3) / np.sqrt(3)  # t of 2 degrees of freedom
+    assert found["ratio"] == pytest.approx(2**1.75)
     assert_allclose(found["interval_95"], (2 ** (5 / 3 - spread), 2 ** (5 / 3 + spread)), rtol=1e-5)
     assert found["rounds"] == 3
+
+
+@pytest.mark.parametrize("rounds", [6, 7, 8, 9, 12])
+def test_the_interval_of_many_rounds_holds_what_wilcoxon_s_test_does_not_refuse(rounds):
+    above = np.random.default_rng(rounds).lognormal(1.0, 0.3, size=rounds)
+    found = ratio_of_rounds(above.tolist(), [1.0] * rounds)
+    low, high = found["interval_95"]
+    assert low < found["ratio"] < high
+
+    def p_value(ratio):
+        return wilcoxon(np.log(above) - np.log(ratio), method="exact").pvalue
+
+    assert min(p_value(low * 1.0001), p_value(high / 1.0001)) > 0.05
+    assert max(p_value(low / 1.0001), p_value(high * 1.0001)) <= 0.05
+
+
+def test_two_disturbed_rounds_of_eight_hardly_move_a_ratio():
+    quiet = [40.0, 42.0, 44.0, 45.0, 46.0, 50.0]
+    assert ratio_of_rounds([*quiet, 310.0, 313.0], [1.0] * 8)["ratio"] == pytest.approx(45, rel=0.12)
 
 
 def test_a_ratio_turned_round_has_its_interval_turned_round():

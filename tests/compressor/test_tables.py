@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from datetime import UTC, date, datetime, time, timedelta
+from decimal import Decimal
 from itertools import islice
 
 import datasets
@@ -11,7 +13,7 @@ import pytest
 
 from compressor import tables
 from compressor.errors import DataError
-from compressor.tables import dataset_records, lines, records, write
+from compressor.tables import Form, check_cells, dataset_records, lines, records, write
 
 COLA = ("source", "label", "mark", "sentence")
 
@@ -28,7 +30,7 @@ def test_a_tsv_file_may_have_no_header_line_and_may_have_one_all_the_same(text, 
 
 def test_a_row_that_does_not_fit_the_given_header_is_named(tmp_path):
     (tmp_path / "x.tsv").write_text("a\t1\t\tgood\na\t1\tgood\n", encoding="utf-8")
-    with pytest.raises(DataError, match=r"x.tsv, line 2: 3 columns; a row needs 4"):
+    with pytest.raises(DataError, match=r"x.tsv, line 2: 3 columns; a row needs 4; correct or drop it"):
         fields_of(tmp_path / "x.tsv", header=COLA)
 
 
@@ -91,6 +93,21 @@ def test_a_damaged_parquet_file_is_named(tmp_path):
         fields_of(path)
 
 
+def test_text_of_a_parquet_file_that_is_no_utf_8_is_named(tmp_path):
+    pq.write_table(pa.table({"text": pa.array([b"\xff"]).view(pa.string())}), tmp_path / "x.parquet")
+    with pytest.raises(DataError, match=r"x.parquet is not a Parquet file, or damaged: 'utf-8' codec can't decode"):
+        fields_of(tmp_path / "x.parquet")
+
+
+@pytest.mark.parametrize("row", [r'{"text": "cut \ud83d"}', r'{"text": [{"n": "\udc4d"}]}', r'{"\ud83d": "text"}'])
+def test_half_a_character_is_refused_where_it_is_read(row, tmp_path):
+    (tmp_path / "x.jsonl").write_text(r'{"text": "\ud83d\udc4d \\ud83d \u00e9"}' + f"\n{row}\n", encoding="utf-8")
+    rows = records(tmp_path / "x.jsonl")
+    assert next(rows)[1] == {"text": "👍 \\ud83d é"}
+    with pytest.raises(DataError, match=r"x.jsonl, line 2: the row holds half a character \('\\ud[0-9a-f]{3}'\)"):
+        next(rows)
+
+
 def test_a_long_document_is_read_whole(tmp_path):
     (tmp_path / "x.csv").write_text("text\n" + "word " * 40_000 + "\n", encoding="utf-8")
     assert len(fields_of(tmp_path / "x.csv")[0]["text"]) == 200_000
@@ -110,6 +127,46 @@ def test_rows_that_are_written_are_read_back(ending, tmp_path):
 def test_cells_that_are_no_text_are_written_as_json_and_none_as_nothing(tmp_path):
     write(tmp_path / "x.csv", [{"a": None, "b": True, "c": 1.5, "d": ["é"]}])
     assert (tmp_path / "x.csv").read_text(encoding="utf-8") == 'a,b,c,d\n,true,1.5,"[""é""]"\n'
+
+
+@pytest.mark.parametrize("cell", ["two\rlines", "\r", "end\r", "\r\n", "\n", "", " ", '"', ",", "\x00", "\u2028", "'"])
+def test_a_csv_file_gives_every_cell_back(cell, tmp_path):
+    rows = [{"text": cell, cell + "n": "1"}, {"text": "b", cell + "n": cell}]
+    write(tmp_path / "x.csv", rows)
+    assert fields_of(tmp_path / "x.csv") == rows
+    write(tmp_path / "y.csv", [{"text": cell}])
+    assert fields_of(tmp_path / "y.csv") == [{"text": cell}]
+    assert b"\r\n" not in (tmp_path / "x.csv").read_bytes().replace(cell.encode(), b"")
+
+
+VALUES = {
+    "day": (date(2020, 1, 31), "2020-01-31"),
+    "when": (datetime(2020, 1, 31, 7, 8, 9, tzinfo=UTC), "2020-01-31T07:08:09+00:00"),
+    "hour": (time(7, 8, 9), "07:08:09"),
+    "price": (Decimal("1.50"), "1.50"),
+    "took": (timedelta(hours=25), "1 day, 1:00:00"),
+}
+
+
+@pytest.mark.parametrize("ending", ["csv", "tsv", "jsonl"])
+def test_dates_times_and_decimals_of_a_parquet_file_are_written_as_text(ending, tmp_path):
+    row = {name: value for name, (value, _) in VALUES.items()}
+    pq.write_table(pa.Table.from_pylist([row | {"days": [row["day"]]}]), tmp_path / "x.parquet")
+    write(tmp_path / f"x.{ending}", fields_of(tmp_path / "x.parquet"))
+    days = ["2020-01-31"] if ending == "jsonl" else '["2020-01-31"]'
+    assert fields_of(tmp_path / f"x.{ending}") == [{name: text for name, (_, text) in VALUES.items()} | {"days": days}]
+
+
+@pytest.mark.parametrize("ending", ["csv", "tsv", "jsonl"])
+@pytest.mark.parametrize("value", [b"a", [b"a"], {"a": b"a"}])
+def test_bytes_are_refused_but_in_a_parquet_file(value, ending, tmp_path):
+    reason = rf"a value to be written is bytes b'a', which a .{ending} file cannot hold; write .parquet"
+    with pytest.raises(DataError, match=reason):
+        write(tmp_path / f"x.{ending}", [{"n": value}])
+    reason = rf"line 7: column 'n': a value to be written is bytes b'a', which a .{ending} file cannot hold"
+    with pytest.raises(DataError, match=reason):
+        check_cells("line 7", {"m": 1, "n": value}, tmp_path / f"x.{ending}")
+    check_cells("line 7", {"n": value}, tmp_path / "x.parquet")
 
 
 def test_a_tsv_file_holds_quotes_as_they_are_and_no_line_ends(tmp_path):
@@ -154,3 +211,59 @@ def test_a_place_that_cannot_be_written_is_named(tmp_path):
         write(tmp_path / "nowhere" / "x.csv", WRITTEN)
     with pytest.raises(DataError, match=r"x.txt ends in '.txt'; data files end in .tsv, .csv, .jsonl, .parquet"):
         write(tmp_path / "x.txt", WRITTEN)
+
+
+def form_of(out, *rows, like=None) -> Form:
+    form = Form(out, like)
+    for number, row in enumerate(rows, start=1):
+        form.add(f"line {number}", row)
+    return form
+
+
+@pytest.mark.parametrize("at_once", [1, 2, 100])
+def test_the_types_of_a_parquet_file_come_from_all_rows(at_once, monkeypatch, tmp_path):
+    monkeypatch.setattr(tables, "ROWS_AT_ONCE", at_once)
+    monkeypatch.setattr(tables, "ROWS_SEEN", 1)
+    rows = [{"a": None, "b": 1, "c": [1]}, {"a": "text", "b": 2.5, "c": []}, {"c": None, "b": 3, "a": None}]
+    schema = form_of(tmp_path / "x.parquet", *rows).schema()
+    assert schema == pa.schema([("a", pa.string()), ("b", pa.float64()), ("c", pa.list_(pa.int64()))])
+    write(tmp_path / "x.parquet", rows, schema=schema)
+    assert fields_of(tmp_path / "x.parquet") == rows
+
+
+@pytest.mark.parametrize("at_once", [1, 2, 100])
+@pytest.mark.parametrize("value", ["three", True, 2**70, {"n": 1}])
+def test_a_row_that_fits_no_type_of_a_parquet_file_is_named(value, at_once, monkeypatch, tmp_path):
+    monkeypatch.setattr(tables, "ROWS_AT_ONCE", at_once)
+    with pytest.raises(DataError, match=r"line 3 does not fit its columns' types \(.*\); write .jsonl"):
+        form_of(tmp_path / "x.parquet", {"n": None}, {"n": 2}, {"n": value}, {"n": 4}).schema()
+
+
+def test_a_damaged_file_gives_no_types(tmp_path):
+    (tmp_path / "x.parquet").write_bytes(b"text")
+    with pytest.raises(DataError, match=r"x.parquet is not a Parquet file, or damaged: "):
+        Form(tmp_path / "y.parquet", tmp_path / "x.parquet")
+
+
+def test_columns_that_a_parquet_file_cannot_hold_are_refused(tmp_path):
+    with pytest.raises(DataError, match=r"x.parquet cannot hold the columns \(.*\); write .jsonl"):
+        form_of(tmp_path / "x.parquet", {"n": {}}).schema()
+
+
+def test_types_of_another_parquet_file_go_before_those_that_are_found(tmp_path):
+    schema = pa.schema([("n", pa.int8()), ("when", pa.timestamp("ms"))])
+    pq.write_table(pa.Table.from_pylist([{"n": 1, "when": 1}], schema=schema), tmp_path / "like.parquet")
+    rows = [fields | {"new": 1} for fields in fields_of(tmp_path / "like.parquet")]
+    found = form_of(tmp_path / "x.parquet", *rows, like=tmp_path / "like.parquet").schema()
+    assert found == schema.append(pa.field("new", pa.int64()))
+    labelled().to_parquet(tmp_path / "labels.parquet")
+    rows = fields_of(tmp_path / "labels.parquet")
+    with pytest.raises(DataError, match=r"line 3 does not fit"):  # the name of a label, then a code without one
+        form_of(tmp_path / "x.parquet", *rows, like=tmp_path / "labels.parquet").schema()
+
+
+@pytest.mark.parametrize("row", [{"n": "a\tb"}, {"n": "a\n"}, {"n": ["a"], "m\t": 1}])
+def test_what_breaks_a_line_of_a_tsv_file_is_found_before_it_is_written(row, tmp_path):
+    with pytest.raises(DataError, match=r"line 1 has a tab or line end in .*; write .csv, .jsonl or .parquet"):
+        form_of(tmp_path / "x.tsv", row)
+    assert form_of(tmp_path / "x.csv", row).schema() is None

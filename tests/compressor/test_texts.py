@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from compressor.world import World
 from tests import tiny
 
 WORLD = World(device=torch.device("cpu"))
+KINDS = "train", "held_out"
 CLS, SEP = tiny.WORDS.index("[CLS]"), tiny.WORDS.index("[SEP]")
 
 
@@ -86,7 +88,7 @@ def test_reading_does_not_run_ahead(tmp_path: Path) -> None:
     [
         ("a.csv", "id,body\n1,x\n", "a.csv, line 2: no column 'text'; found 'id', 'body'; name one that holds text"),
         ("a.jsonl", '{"text": 3}\n', "a.jsonl, line 1: column 'text' holds int 3; it must be text"),
-        ("a.jsonl", '{"text": "\\ud800"}\n', "a.jsonl, line 1: the text holds half a character ('\\ud800'); drop"),
+        ("a.jsonl", '{"text": "\\ud800"}\n', "a.jsonl, line 1: the row holds half a character ('\\ud800')"),
         ("a.md", "x", "a.md ends in '.md'; files of text end in .txt, .tsv, .csv, .jsonl, .parquet"),
     ],
 )
@@ -132,7 +134,7 @@ def test_other_text_keeps_its_markup(tmp_path: Path) -> None:
 
 
 def test_a_hub_data_set_gives_its_training_split(monkeypatch: pytest.MonkeyPatch) -> None:
-    def load(name: str, *, split: str) -> datasets.Dataset:
+    def load(name: str, config: str | None = None, *, split: str) -> datasets.Dataset:
         assert (name, split) == ("owner/name", "train")
         return datasets.Dataset.from_dict({"text": ["one", "two"]})
 
@@ -143,7 +145,7 @@ def test_a_hub_data_set_gives_its_training_split(monkeypatch: pytest.MonkeyPatch
 
 
 def test_a_hub_that_cannot_be_reached_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
-    def load(name: str, *, split: str) -> None:
+    def load(name: str, config: str | None = None, *, split: str) -> None:
         raise ConnectionError("no route")
 
     monkeypatch.setattr(datasets, "load_dataset", load)
@@ -228,6 +230,35 @@ def test_blocks_without_their_facts_are_written_anew(tokenizer: Any, tmp_path: P
         path.write_bytes(b"cut")
     assert len(pack(file, tokenizer).train) == 5
     assert json.loads(facts.read_text())["blocks"] == 6
+
+
+def test_what_a_killed_process_left_is_taken_away(tokenizer: Any, tmp_path: Path) -> None:
+    file = write(tmp_path / "a.txt", "good film " * 20)
+    pack(file, tokenizer)
+    cache = tmp_path / "cache"
+    (facts,) = cache.glob("*.json")
+    facts.unlink()
+    dead, alive = 2**22 + 1, os.getppid()  # the largest number of a process is 2**22
+    left = [f"{facts.stem}.train.{dead}.partial", f"{facts.stem}.{dead}.partial", f"{facts.stem}.train.{alive}.partial"]
+    for name in left:
+        (cache / name).touch()
+    pack(file, tokenizer)
+    assert [(cache / name).exists() for name in left] == [False, False, True]
+
+
+def test_blocks_killed_while_written_have_a_name_that_is_taken_away(
+    tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[str] = []
+
+    def spy(blocks: Any, vocabulary: int, target: Path) -> None:
+        seen.append(target.name)
+        plain(blocks, vocabulary, target)
+
+    plain = texts._write
+    monkeypatch.setattr(texts, "_write", spy)
+    pack(write(tmp_path / "a.txt", "good film " * 20), tokenizer)
+    assert [name.split(".", 1)[1] for name in seen] == [f"{kind}.{os.getpid()}.partial" for kind in KINDS]
 
 
 def test_blocks_are_regrouped_in_their_order() -> None:

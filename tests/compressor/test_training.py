@@ -10,12 +10,14 @@ import numpy as np
 import pytest
 import torch
 from safetensors import safe_open
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.testing import assert_close
 
 from compressor import training
 from compressor.config import FinetuneConfig, Optimisation
 from compressor.dataset import Encoded
+from compressor.errors import ModelError
 from compressor.training import Tensors, _optimizer, _rate, fit
 from compressor.world import World
 from tests import tiny
@@ -184,6 +186,48 @@ def test_losses_fall(rows: Encoded, tmp_path: Path) -> None:
     history = train(Counted(dropout=0.0), rows, tmp_path, settings(epochs=20.0, learning_rate=2e-2))
     losses = [entry["losses"]["label"] for entry in history["epochs"]]
     assert losses[-1] < 0.5 * losses[0]
+
+
+class Odd(Counted):
+    """A classifier whose loss is multiplied by something in one of its steps."""
+
+    def __init__(self, factor: float, *, at: int) -> None:
+        super().__init__()
+        self._factor, self._at = factor, at
+
+    def forward(self, batch: Tensors) -> dict[str, Tensor]:
+        loss = super().forward(batch)["label"]
+        return {"label": loss * self._factor if self.steps == self._at else loss}
+
+
+@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+@pytest.mark.parametrize("factor", [float("nan"), float("inf")])
+def test_a_loss_that_is_not_finite_ends_training_at_the_next_pause(
+    rows: Encoded, tmp_path: Path, factor: float, precision: str
+) -> None:
+    module = Odd(factor, at=6)
+    sentence = rf"before step 6: the mean label loss is {factor}, .*; lower the learning_rate, which is 0\.005, or set"
+    with pytest.raises(ModelError, match=sentence):
+        train(module, rows, tmp_path, settings(precision=precision))
+    assert module.steps == 6
+    assert all(tensor.isfinite().all() for tensor in load_file(tmp_path / "state.safetensors").values())
+
+
+def test_a_metric_that_is_not_finite_ends_training(rows: Encoded, tmp_path: Path) -> None:
+    scores = iter([0.5, float("nan")])
+    with pytest.raises(ModelError, match="before step 6: the validation metric is nan, which is no finite number"):
+        train(Counted(), rows, tmp_path, validate=lambda: next(scores))
+
+
+def test_steps_that_fp16_skips_are_counted_and_said(
+    rows: Encoded, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    history = train(Odd(1e30, at=5), rows, tmp_path, settings(precision="fp16"))
+    assert [entry["skipped_steps"] for entry in history["epochs"]] == [0, 1, 0]
+    assert [entry["loss_scale"] for entry in history["epochs"]] == [65536.0, 32768.0, 32768.0]
+    assert "loss scale 32768, 1 steps skipped" in caplog.text
+    assert "loss_scale" not in train(Counted(), rows, tmp_path / "fp32", settings(precision="fp32"))["epochs"][0]
 
 
 def test_linear_schedule_rises_and_falls_to_nothing() -> None:

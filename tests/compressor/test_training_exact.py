@@ -90,6 +90,14 @@ def test_a_resumed_run_in_fp16_goes_on_with_its_loss_scale(rows: Encoded, tmp_pa
     assert_same_weights(resumed, whole)
 
 
+def test_a_run_that_began_without_fp16_goes_on_in_it(rows: Encoded, tmp_path: Path) -> None:
+    with pytest.raises(KilledError):
+        train(Counted(die_after=5), rows, tmp_path, settings(precision="fp32"))
+    resumed = Counted()
+    train(resumed, rows, tmp_path, settings(precision="fp16"))
+    assert (resumed.steps, resumed.seen_dtype) == (6, torch.float16)
+
+
 def test_bf16_is_refused_where_a_gpu_only_emulates_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: including_emulation)
     assert _dtype("auto", torch.device("cuda")) == torch.float16

@@ -32,7 +32,7 @@ def made_up(length_N: Sequence[int] | np.ndarray) -> Encoded:
         end = np.concatenate([[0], np.cumsum(length_C)]).astype(np.int32)
         ids, label = np.zeros(end[-1], np.uint16), np.zeros(len(length_C), np.int32)
         chunks.append(dataset._Chunk(ids, end, length_C.astype(np.uint16), label))
-    return Encoded(tuple(chunks), 0)
+    return Encoded(tuple(chunks), 0, 64)
 
 
 LENGTHS = np.random.default_rng(0).integers(3, 64, size=5000)

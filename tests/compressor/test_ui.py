@@ -19,8 +19,9 @@ import pytest
 from compressor.errors import ArtifactError, CompressorError, ConfigError, ModelError
 from compressor.tasks import TASKS
 from compressor.ui import CHUNK, MOST_BYTES, STUDENT, TEACHER, Comparison, PageServer, Run, read_run
-from serving.client import Answer, Classification, FakeClient
+from serving.client import FakeClient
 from serving.errors import DeadlineError, RequestError, ServingError, UnavailableError
+from serving.exchange import Answer, Classification
 from tests.reporting import make_run
 
 # What each says positive to, with these probabilities.

@@ -7,6 +7,8 @@ import os
 import signal
 import subprocess
 import sys
+import time
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +16,10 @@ import numpy as np
 import pytest
 import torch
 
-from compressor import artifact, world
+from compressor import artifact, training, world
 from compressor.artifact import Artifact
 from compressor.errors import CompressorError, ConfigError
+from compressor.training import Trainer
 from compressor.world import (
     World,
     _first_reason,
@@ -27,6 +30,7 @@ from compressor.world import (
     resolve_device,
 )
 from serving.runtime import free_port
+from tests import tiny
 
 
 def write_rank(world: World, folder: Path) -> None:
@@ -66,8 +70,19 @@ def test_cores_are_those_of_the_scheduler_at_most() -> None:
 def test_cores_are_capped_by_the_quota(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, quota: str, cores: int) -> None:
     (tmp_path / "cpu.max").write_text(quota)
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(8)))
-    opened = open
-    monkeypatch.setattr(world, "open", lambda path, **named: opened(tmp_path / "cpu.max", **named), raising=False)
+    monkeypatch.setattr(world, "CPU_QUOTAS", ((tmp_path / "cpu.max",),))
+    assert available_cores() == cores
+
+
+@pytest.mark.parametrize(("quota", "cores"), [("-1", 8), ("150000", 2)])
+def test_cores_are_capped_by_the_quota_of_older_systems(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, quota: str, cores: int
+) -> None:
+    files = (tmp_path / "cpu.cfs_quota_us", tmp_path / "cpu.cfs_period_us")
+    for file, number in zip(files, (quota, "100000"), strict=True):
+        file.write_text(f"{number}\n")
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(8)))
+    monkeypatch.setattr(world, "CPU_QUOTAS", ((tmp_path / "absent",), files))
     assert available_cores() == cores
 
 
@@ -225,6 +240,40 @@ def test_one_of_torchrun_s_processes_ends_them_all(tmp_path: Path, mode: str, se
     assert artifact.read(tmp_path / "out") is None
 
 
+@pytest.mark.slow
+def test_one_process_may_work_alone_for_longer_than_the_others_wait_at_a_step(tmp_path: Path) -> None:
+    meeting = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    program = [sys.executable, "-m", "tests.compressor.test_world", "alone", tmp_path]
+    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    codes, out, err = ended(
+        [
+            subprocess.Popen(program, cwd=Path(__file__).parents[2], env=os.environ | meeting | {"RANK": rank}, **pipes)
+            for rank in "01"
+        ]
+    )
+    assert out.split() == ["met", "met"], err
+    assert codes == {1}
+    assert "process 1 of 2 lost the others" in err
+
+
+def work_alone(folder: Path) -> None:
+    """What two processes do: the leader keeps the other waiting, who has no such patience at a step."""
+    training.PATIENCE = timedelta(seconds=3)
+    (folder / os.environ["RANK"]).touch()
+    while len(list(folder.iterdir())) < 2:  # both are awake
+        time.sleep(0.1)
+    with world.group() as found:
+        assert found is not None
+        trainer = Trainer(tiny.bert(layers=1, hidden=16), tiny.finetuning(), found)
+        time.sleep(4.5 if found.is_leader else 0.0)
+        found.barrier()
+        sys.stdout.write("met\n")
+        sys.stdout.flush()
+        assert trainer._exchange is not None
+        time.sleep(4.5 if found.is_leader else 0.0)
+        torch.distributed.barrier(trainer._exchange._peers)
+
+
 def talk(world: World, folder: Path, mode: str) -> None:
     """What torchrun's processes do together."""
     if world.rank == 1 and mode == "fail":
@@ -240,6 +289,8 @@ def talk(world: World, folder: Path, mode: str) -> None:
 def main(mode: str, folder: Path) -> None:
     """The program that torchrun starts."""
     try:
+        if mode == "alone":
+            return work_alone(folder)
         with artifact.write(folder / "out", "thing", key="k", section={}, parents={}, together=True) as draft:
             launch(talk, draft.path, mode, device="cpu")
             draft.take_result()

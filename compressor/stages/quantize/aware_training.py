@@ -24,6 +24,7 @@ from compressor.dataset import Encoded
 from compressor.evaluate import MODEL_FILE, Logits, TorchPredictor, predict, scores
 from compressor.objectives import Prediction
 from compressor.onnx_export import write_graph
+from compressor.progress import Progress
 from compressor.stages.quantize.rewriting import SMALLEST_OUTPUT
 from compressor.tasks import Task
 from compressor.training import fit, rows_seen
@@ -47,14 +48,14 @@ class RoundedLinear(nn.Linear):
         self.weight, self.bias = source.weight, source.bias
         self._largest, self._low, self._high = 2 ** (weight_bits - 1) - 1, 0.0, 0.0
 
-    def forward(self, input: Tensor) -> Tensor:  # noqa: A002  (the name that nn.Linear gives it)
-        """The product of `input` (..., K): (..., N)."""
+    def forward(self, states: Tensor) -> Tensor:
+        """The product of `states` (..., K): (..., N)."""
         if self.mode == "see":
-            self._low, self._high = min(self._low, float(input.min())), max(self._high, float(input.max()))
+            self._low, self._high = min(self._low, float(states.min())), max(self._high, float(states.max()))
         if self.mode != "round":
-            return linear(input, self.weight, self.bias)
+            return linear(states, self.weight, self.bias)
         step = max(self._high - self._low, 1e-12) / HIGHEST
-        rounded = torch.fake_quantize_per_tensor_affine(input, step, round(-self._low / step), 0, HIGHEST)
+        rounded = torch.fake_quantize_per_tensor_affine(states, step, round(-self._low / step), 0, HIGHEST)
         return linear(rounded, self._rounded(), self.bias)
 
     def _rounded(self) -> Tensor:
@@ -122,8 +123,12 @@ class AwareTraining:
         teacher = load_classifier(self.teacher, self.task)
         predictor = TorchPredictor(teacher)
         found_NC = np.zeros((len(self.train), teacher.config.num_labels), dtype=np.float32)
-        for batch in self.train.batches_by_length(TEACHER_BATCH, rows_seen(self.train, config, self.seed)):
+        row_R = rows_seen(self.train, config, self.seed)
+        progress = Progress("quantize asks the teacher", total=len(self.train if row_R is None else row_R))
+        for batch in self.train.batches_by_length(TEACHER_BATCH, row_R):
             found_NC[batch.row_B] = predictor(batch.inputs)
+            progress.advance(len(batch.row_B))
+        progress.close()
         return found_NC
 
 

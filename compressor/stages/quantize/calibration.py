@@ -6,7 +6,7 @@ Shape legend: T tokens, K channels, H bins of a histogram.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, assert_never
@@ -17,8 +17,9 @@ from numpy.typing import NDArray
 from onnx import helper
 
 from compressor.dataset import Encoded
+from compressor.errors import GateError
 from compressor.evaluate import INPUT_NAMES
-from compressor.onnx_graph import dense_products, inputs_of
+from compressor.onnx_graph import Dense, dense_products, inputs_of
 from compressor.stages.quantize.candidates import Method
 
 BINS = 2048
@@ -99,16 +100,19 @@ def texts(examples: Encoded, rows: int, inputs: list[str], seed: int) -> Iterato
 def calibrate(source: Path, examples: Encoded, rows: int, seed: int) -> Mapping[str, Activation]:
     """By name: every input of a dense product, as `rows` training texts fill it.
 
-    Two passes: ranges first, then histograms within them.
+    Two passes: ranges first, then histograms within them. Raises GateError if a value is no number.
     """
     model = onnx.load(source)
-    names, inputs = sorted({dense.input for dense in dense_products(model)}), inputs_of(model)
+    products = dense_products(model)
+    names, inputs = list(dict.fromkeys(dense.input for dense in products)), inputs_of(model)
     session = _with_outputs(model, names)
     found: dict[str, Activation] = {}
     for feeds in texts(examples, rows, inputs, seed):
         for name, value in zip(names, session.run(names, feeds), strict=True):
             value_TK = value.reshape(-1, value.shape[-1])
             low_K, high_K = value_TK.min(axis=0), value_TK.max(axis=0)
+            if not (np.isfinite(low_K).all() and np.isfinite(high_K).all()):
+                raise GateError(_no_number(name, products, feeds))
             if name not in found:
                 found[name] = Activation(low_K.astype(np.float64), high_K.astype(np.float64), np.zeros(BINS))
             np.minimum(found[name].low_K, low_K, out=found[name].low_K)
@@ -120,6 +124,16 @@ def calibrate(source: Path, examples: Encoded, rows: int, seed: int) -> Mapping[
             place = ((value.ravel() - low) * (BINS / max(high - low, 1e-30))).astype(np.int64)
             seen.counts_H += np.bincount(np.clip(place, 0, BINS - 1), minlength=BINS)
     return found
+
+
+def _no_number(name: str, products: Sequence[Dense], feeds: Mapping[str, NDArray[np.int64]]) -> str:
+    """What is said of the first activation in the graph with a value that is no number."""
+    reader = next(dense.name for dense in products if dense.input == name)
+    return (
+        f"finite gate: {name}, which the product {reader} reads, has values that are no numbers (NaN or infinite) in a "
+        f"training text of {feeds['input_ids'].shape[1]} tokens; the bound is 0; look for weights before it that are "
+        "far larger than others, and export a student whose training did not fail"
+    )
 
 
 def _with_outputs(model: Any, names: list[str]) -> Any:

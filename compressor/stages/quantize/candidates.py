@@ -9,12 +9,16 @@ from typing import Literal
 from compressor.config import Int8Candidate
 
 Method = Literal["min-max", "percentile", "entropy"]
+Weights = Literal["signed", "unsigned"]
+"""Signed weights have 7 bits where 8 would saturate (x86 without VNNI); unsigned ones, 128 for 0, always have 8."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Dynamic:
     """One activation scale for each call, over everything in the batch: an answer depends on its neighbours."""
 
+    weights: Weights = "signed"
+    """How 8-bit weights are stored."""
     per_channel: bool = True
     """A weight scale for each column, or one for all."""
     embeddings: bool = True
@@ -31,6 +35,8 @@ class Static:
     """Move a part of each channel's range into the weights that read it."""
     trained: bool = False
     """First distil the student for a short while with rounded products; tried where all others miss the bounds."""
+    weights: Weights = "signed"
+    """As in Dynamic."""
     per_channel: bool = True
     """As in Dynamic."""
     embeddings: bool = True
@@ -41,6 +47,8 @@ class Static:
 class PerRow:
     """A scale for each token, computed from it alone: exact in any batch, and nothing to calibrate."""
 
+    weights: Weights = "signed"
+    """As in Dynamic."""
     per_channel: bool = True
     """As in Dynamic."""
     embeddings: bool = True
@@ -56,7 +64,9 @@ CANDIDATES: Mapping[Int8Candidate, Candidate] = {
     "static-smooth": Static(smooth=True),
     "static-per-tensor": Static(per_channel=False),
     "static-qat": Static(trained=True),
+    "static-u8": Static(weights="unsigned"),
     "per-row": PerRow(),
+    "per-row-u8": PerRow(weights="unsigned"),
     "dynamic": Dynamic(),
     "dynamic-per-tensor": Dynamic(per_channel=False),
     "dynamic-fp32-embeddings": Dynamic(embeddings=False),

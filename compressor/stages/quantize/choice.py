@@ -16,6 +16,7 @@ from compressor.evaluate import METRIC_NAMES
 SAME_SPEED = 1.1
 # For the rounding of shares of rows, not for the gate.
 TOLERANCE = 1e-12
+SIGNIFICANT = 0.05  # a p value below it is more than chance
 
 log = logging.getLogger(__name__)
 
@@ -28,6 +29,8 @@ class Bounds:
     """Against fp32, in the batch composition where it is largest."""
     max_label_flips: float
     """Share of the validation texts whose answer depends on the batch."""
+    min_agreement: float
+    """Share of the validation texts with fp32's answer; a candidate may have less if so few rows cannot show it."""
 
     def drop_holds(self, row: dict[str, Any]) -> bool:
         """Whether a line of the table loses little enough."""
@@ -37,13 +40,22 @@ class Bounds:
         """Whether its answers depend little enough on the batch."""
         return bool(row["flips"] <= self.max_label_flips + TOLERANCE)
 
+    def agreement_holds(self, row: dict[str, Any]) -> bool:
+        """Whether it says what fp32 says: the interval of the agreement reaches the bound.
+
+        A regression has none: its metric moves with every answer already.
+        """
+        return bool(row.get("agreement_fp32_95", [1.0, 1.0])[1] >= self.min_agreement)
+
     def hold(self, row: dict[str, Any]) -> bool:
-        """Both."""
-        return self.drop_holds(row) and self.flips_hold(row)
+        """All three."""
+        return self.drop_holds(row) and self.flips_hold(row) and self.agreement_holds(row)
 
     def excess(self, row: dict[str, Any]) -> float:
-        """How far a line is outside, in metric and flips together."""
-        return float(max(0.0, row["drop"] - self.max_metric_drop) + max(0.0, row["flips"] - self.max_label_flips))
+        """How far a line is outside, in metric, flips and agreement together."""
+        disagrees = 0.0 if self.agreement_holds(row) else self.min_agreement - row["agreement_fp32"]
+        over = (row["drop"] - self.max_metric_drop, row["flips"] - self.max_label_flips, disagrees)
+        return float(sum(max(0.0, value) for value in over))
 
 
 def choose(table: Sequence[dict[str, Any]], bounds: Bounds, hint: str = "") -> str:
@@ -57,9 +69,10 @@ def choose(table: Sequence[dict[str, Any]], bounds: Bounds, hint: str = "") -> s
         nearest = min(candidates, key=bounds.excess)
         raise GateError(
             f"accuracy gate: no INT8 candidate is within the bounds; the nearest miss is {nearest['scheme']}: it loses "
-            f"{100 * nearest['drop']:.2f} points on the validation rows, the bound is "
-            f"{100 * bounds.max_metric_drop:.2f} (quantize.max_metric_drop), and {100 * nearest['flips']:.2f} % of "
-            f"answers depend on the batch, the bound is {100 * bounds.max_label_flips:.2f} (quantize.max_label_flips); "
+            f"{100 * nearest['drop']:.2f} points on {evidence(nearest)}, the bound is "
+            f"{100 * bounds.max_metric_drop:.2f} (quantize.max_metric_drop), {100 * nearest['flips']:.2f} % of "
+            f"answers depend on the batch, the bound is {100 * bounds.max_label_flips:.2f} (quantize.max_label_flips), "
+            f"and {agreement(nearest)}, the bound is {100 * bounds.min_agreement:.2f} (quantize.min_agreement); "
             + "; ".join(line(row) for row in table)
             + hint
         )
@@ -67,14 +80,50 @@ def choose(table: Sequence[dict[str, Any]], bounds: Bounds, hint: str = "") -> s
     equal = [row for row in passed if speed(row) <= fastest * SAME_SPEED]
     chosen = min(equal, key=lambda row: (-row["agreement_fp32"], row["drop"], row["fp32_logit_difference"]))
     log.info(
-        "quantize chose %s: loses %.2f points (bound %.2f), %.2f %% of answers depend on the batch (bound %.2f)",
+        "quantize chose %s: loses %.2f points on %s (bound %.2f), %.2f %% of answers depend on the batch (bound %.2f)",
         chosen["scheme"],
         100 * chosen["drop"],
+        evidence(chosen),
         100 * bounds.max_metric_drop,
         100 * chosen["flips"],
         100 * bounds.max_label_flips,
     )
     return str(chosen["scheme"])
+
+
+def evidence(row: dict[str, Any]) -> str:
+    """The rows that a loss was seen on, what one of them is worth, and whether they can show it."""
+    found = [f"one is {100 / row['rows']:.2f} points"] if row["metric"] == "accuracy" else []
+    if "mcnemar_fp32" in row:
+        shown = "more than chance" if row["mcnemar_fp32"] < SIGNIFICANT else "they cannot tell it from chance"
+        found.append(f"McNemar's p = {row['mcnemar_fp32']:.2g}: {shown}")
+    return f"{row['rows']} validation rows" + (f" ({'; '.join(found)})" if found else "")
+
+
+def agreement(row: dict[str, Any]) -> str:
+    """How often a candidate says what fp32 says, in words."""
+    low, high = row.get("agreement_fp32_95", (None, None))
+    interval = "" if low is None else f" (95 % interval {100 * low:.2f} to {100 * high:.2f})"
+    return f"{100 * row['agreement_fp32']:.2f} % of answers are those of fp32{interval}"
+
+
+def slower_than_fp32(table: Sequence[dict[str, Any]], chosen: str) -> str:
+    """What to say if the chosen candidate takes longer than fp32, the first row; or nothing."""
+    row = next(row for row in table if row["scheme"] == chosen)
+    ratio = speed(row) / speed(table[0])
+    if ratio <= 1:
+        return ""
+    return (
+        f"{chosen} takes {ratio:.2f} times as long as fp32 on this machine, over all shapes ({_times(row)} against "
+        f"{_times(table[0])}); serve the fp32 graph here, or quantize again on the machine that "
+        "will serve, with nothing else running"
+    )
+
+
+def _times(row: dict[str, Any]) -> str:
+    """One time of a call: at 1x32, or at the first shape of a model too short for that."""
+    shape = "1x32" if "1x32" in row["p50_ms"] else next(iter(row["p50_ms"]))
+    return f"{row['p50_ms'][shape]:.2f} ms at {shape}"
 
 
 def speed(row: dict[str, Any]) -> float:
@@ -84,7 +133,7 @@ def speed(row: dict[str, Any]) -> float:
 
 def line(row: dict[str, Any]) -> str:
     """One row of the table in words."""
-    times = f", {row['p50_ms']['1x32']:.2f} ms at 1x32" if "p50_ms" in row else ""
+    times = f", {_times(row)}" if "p50_ms" in row else ""
     return (
         f"{row['scheme']}: {METRIC_NAMES[row['metric']]} {100 * row['score']:.2f} in the worst batches (loses "
         f"{100 * row['drop']:.2f}), {100 * row['flips']:.2f} % of answers depend on the batch, "

@@ -25,6 +25,7 @@ from compressor.stages.quantize.candidates import Candidate, Dynamic, PerRow, St
 RUNTIME = "com.microsoft"  # domain of ONNX Runtime's own operators
 SMALLEST_TABLE = 50_000  # elements; smaller tables of embeddings are not worth a change
 SMALLEST_OUTPUT = 8  # columns; a classifier of a few labels stays in fp32
+UNSIGNED_ZERO = 128  # what an unsigned 8-bit number for 0 is
 TINY = np.finfo(np.float32).tiny
 
 Floats = NDArray[np.float32]
@@ -43,7 +44,7 @@ def quantize_graph(
     """Write `source` to `target` in INT8.
 
     Static schemes need `activations`. `excluded` products stay in fp32. `notes` become metadata of the file. Weights
-    are symmetric, activations unsigned.
+    are symmetric, activations unsigned. `weight_bits` is for signed weights; unsigned ones have 8.
     """
     model = onnx.load(source)
     if candidate.embeddings:
@@ -119,6 +120,11 @@ def quantize_columns(weight_KN: Floats, bits: int, *, per_channel: bool) -> tupl
     return np.clip(np.rint(weight_KN / scale), -largest, largest).astype(np.int8), scale
 
 
+def as_unsigned(weight_KN: NDArray[np.int8]) -> NDArray[np.uint8]:
+    """The same numbers around 128: without VNNI, ONNX Runtime multiplies these in 16 bits, where nothing saturates."""
+    return (weight_KN.astype(np.int16) + UNSIGNED_ZERO).astype(np.uint8)
+
+
 def smoothing(activation: Activation, weight_KN: Floats) -> Floats:
     """What each channel (K,) is divided by, and its weights multiplied with: both sides carry equal parts.
 
@@ -152,22 +158,31 @@ class _Writer:
             x, scale, zero = self._smoothed(dense.input, name, factor_K, nodes)
         else:
             x, scale, zero = self._activation(dense.input, name, nodes)
-        weight_KN, column_scale = quantize_columns(weight_KN, self.weight_bits, per_channel=self.candidate.per_channel)
-        weight, columns = self._constant(f"{name}.int8", weight_KN), self._constant(f"{name}.scale", column_scale)
+        weight, columns, weight_zero = self._weight(weight_KN, name)
         bias = "" if dense.bias_N is None else self._constant(f"{name}.bias", dense.bias_N)
         if isinstance(self.candidate, PerRow):
             one, product = self._constant("one", np.float32(1)), f"{dense.output}.product"
-            self._runtime(nodes, [x, weight, one, columns, zero], product, name)
+            self._runtime(nodes, [x, weight, one, columns, zero, weight_zero], product, name)
             rescaled = dense.output if not bias else f"{dense.output}.rescaled"
             _add(nodes, "Mul", [product, scale], rescaled, f"{name}.rescale")
             if bias:
                 _add(nodes, "Add", [rescaled, bias], dense.output, f"{name}.add")
         else:
-            self._runtime(nodes, [x, weight, scale, columns, zero, *(["", bias] if bias else [])], dense.output, name)
+            self._runtime(nodes, [x, weight, scale, columns, zero, weight_zero, bias], dense.output, name)
         for node in dense.nodes:
             self.model.graph.node.remove(node)
         for offset, node in enumerate(nodes):
             self.model.graph.node.insert(place + offset, node)
+
+    def _weight(self, weight_KN: Floats, name: str) -> tuple[str, str, str]:
+        """8-bit form, scales and zero point of a weight; signed ones need no zero point."""
+        unsigned = self.candidate.weights == "unsigned"
+        bits, zero = 8 if unsigned else self.weight_bits, ""
+        rounded_KN, scale = quantize_columns(weight_KN, bits, per_channel=self.candidate.per_channel)
+        if unsigned:
+            zero = self._constant("middle", np.uint8(UNSIGNED_ZERO))
+        weight = self._constant(f"{name}.int8", as_unsigned(rounded_KN) if unsigned else rounded_KN)
+        return weight, self._constant(f"{name}.scale", scale), zero
 
     def _activation(self, x: str, name: str, nodes: list[Any]) -> tuple[str, str, str]:
         """8-bit form, scale and zero point of an activation; made once for all that read it."""
@@ -181,7 +196,7 @@ class _Writer:
                 low, high = self.activations[x].range(method)
                 found = self._fixed(x, x, low, high, name, nodes)
             case PerRow():
-                found = f"{x}.int8", f"{x}.scale", self._constant("middle", np.uint8(128))
+                found = f"{x}.int8", f"{x}.scale", self._constant("middle", np.uint8(UNSIGNED_ZERO))
                 one, steps = self._constant("one", np.float32(1)), self._constant("step", np.float32(1 / 127))
                 last = self._constant("last_axis", np.array([-1], np.int64))
                 _add(nodes, "Abs", [x], f"{x}.size", f"{name}.size")
@@ -226,6 +241,8 @@ class _Writer:
         return name
 
     def _runtime(self, nodes: list[Any], inputs: list[str], output: str, name: str) -> None:
+        while not inputs[-1]:  # optional ones at the end
+            inputs = inputs[:-1]
         nodes.append(helper.make_node("MatMulIntegerToFloat", inputs, [output], name=f"{name}.product", domain=RUNTIME))
 
 

@@ -19,7 +19,7 @@ from compressor.dataset import Encoded
 from compressor.errors import GateError
 from compressor.evaluate import MODEL_FILE, Logits, OnnxPredictor, Predictor, answers, same_answers, scores
 from compressor.latency import shaped_call, time_in_turns
-from compressor.statistics import mcnemar
+from compressor.statistics import mcnemar, wilson
 from compressor.tasks import Task
 
 # What a server makes of waiting texts: one alone, some of similar length, and a full batch of all lengths, padded to
@@ -37,6 +37,20 @@ SCORED_ROWS = 5000  # at most; of a larger validation set a fixed sample
 Rows = NDArray[np.int64]
 
 
+class ExactPredictor(OnnxPredictor):
+    """An ONNX classifier as a processor with VNNI computes it, on one without: slower, but no product saturates."""
+
+    def __init__(self, path: Path, *, threads: int) -> None:
+        import onnxruntime as ort
+
+        super().__init__(path, threads=threads)
+        options = self._session.get_session_options()
+        options.add_session_config_entry("session.x64quantprecision", "1")
+        self._session = ort.InferenceSession(
+            str(path), options, providers=["CPUExecutionProvider"], disabled_optimizers=["SkipLayerNormFusion"]
+        )
+
+
 class Scorer:
     """Scores graphs on the same rows, against the same fp32 student and teacher."""
 
@@ -49,12 +63,13 @@ class Scorer:
         *,
         fp32: Path,
         fp32_validation: Encoded,
+        predictor: type[OnnxPredictor] = OnnxPredictor,
     ) -> None:
         """`fp32_validation` are the same rows, as the fp32 student's tokenizer cuts them."""
         rows = np.random.default_rng(0).permutation(len(validation))[:SCORED_ROWS]
         self.task, self.validation, self.row_N = task, validation, np.sort(rows)
         self._label_N, self._teacher_NC = validation.label_N[self.row_N], teacher_NC[self.row_N]
-        self._threads = threads
+        self._threads, self._predictor = threads, predictor
         self.fp32 = self._by_composition("fp32", fp32, fp32_validation)
 
     def row(self, scheme: str, graph: Path, excluded: tuple[str, ...] = ()) -> dict[str, Any]:
@@ -85,6 +100,8 @@ class Scorer:
             "rows": len(self.row_N),
         }
         if not self.task.is_regression:
+            same = int(same_answers(self.task, alone_NC, self.fp32["1"]).sum())
+            facts["agreement_fp32_95"] = list(wilson(same, len(self.row_N)))
             right = [answers(self.task, logits_NC) == self._label_N for logits_NC in (alone_NC, self.fp32["1"])]
             facts["mcnemar_fp32"] = mcnemar(right[0], right[1])["p_value"]
         return facts
@@ -93,7 +110,7 @@ class Scorer:
         return scores(self.task, logits_NC, self._label_N)[self.task.metric]
 
     def _by_composition(self, scheme: str, graph: Path, examples: Encoded) -> dict[str, Logits]:
-        predictor = OnnxPredictor(graph, threads=self._threads)
+        predictor = self._predictor(graph, threads=self._threads)
         found = {}
         for name, (size, similar) in COMPOSITIONS.items():
             found[name] = logits_in_batches(predictor, examples, self.row_N, size, similar=similar)
@@ -120,9 +137,9 @@ def logits_in_batches(predictor: Predictor, examples: Encoded, row_N: Rows, size
 
 
 def latency_shapes(student: Path) -> list[tuple[int, int]]:
-    """The shapes that the model in a folder has positions for."""
+    """The shapes that the model in a folder has positions for; at least one."""
     positions = json.loads((student / "config.json").read_text(encoding="utf-8"))["max_position_embeddings"]
-    return [(batch, tokens) for batch, tokens in LATENCY_SHAPES if tokens <= positions]
+    return [(batch, tokens) for batch, tokens in LATENCY_SHAPES if tokens <= positions] or [(1, positions)]
 
 
 def add_times(table: list[dict[str, Any]], graphs: Mapping[str, Path], student: Path, threads: int) -> None:

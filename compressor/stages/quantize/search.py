@@ -4,25 +4,31 @@ from __future__ import annotations
 
 import logging
 import shutil
+import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import onnx
+
 from compressor import machine, onnx_graph
 from compressor.config import Int8Candidate, QuantizeConfig
 from compressor.dataset import Encoded
+from compressor.errors import ConfigError
+from compressor.evaluate import OnnxPredictor
 from compressor.stages.quantize.calibration import Activation, calibrate
 from compressor.stages.quantize.candidates import CANDIDATES, Candidate, Static
 from compressor.stages.quantize.choice import Bounds, line
 from compressor.stages.quantize.exclusion import most_harmful
-from compressor.stages.quantize.rewriting import quantize_graph
-from compressor.stages.quantize.scoring import Scorer, add_times
+from compressor.stages.quantize.rewriting import products, quantize_graph
+from compressor.stages.quantize.scoring import ExactPredictor, Scorer, add_times
 
 FP32 = "fp32"
 TRIMMED = "fp32 trimmed"  # with the smaller vocabulary; shown, not chosen
 QAT: Int8Candidate = "static-qat"
+EXCLUSION_S = 40.0  # for the products to leave in fp32, of each kind of candidate; the whole search takes minutes
 
 log = logging.getLogger(__name__)
 
@@ -47,9 +53,21 @@ class Host:
         """Without VNNI, sums of two products saturate in 16 bits unless weights have 7."""
         return 7 if self.target == "avx2" else 8
 
+    def bits(self, candidate: Candidate) -> int:
+        """Of a candidate's weights: unsigned ones do not saturate."""
+        return 8 if candidate.weights == "unsigned" else self.weight_bits
+
+    @property
+    def predictor(self) -> type[OnnxPredictor]:
+        """What gives the answers of the target here: without VNNI, products of 8-bit weights saturate."""
+        return ExactPredictor if self.here == "avx2" and self.weight_bits == 8 else OnnxPredictor
+
     def warning(self) -> str:
         """What does not hold of what is measured here, or nothing."""
-        return machine.foreign_cpu(self.target, self.here)
+        warning = machine.foreign_cpu(self.target, self.here)
+        if self.predictor is ExactPredictor:
+            warning += "; scores are from session.x64quantprecision and are those of the target, times are not"
+        return warning
 
     def facts(self) -> dict[str, Any]:
         """For the manifest, and the metadata of the graph."""
@@ -85,13 +103,17 @@ class Search:
 
     def __post_init__(self) -> None:
         self.host = Host.of(self.config.target_cpu)
-        self.bounds = Bounds(max_metric_drop=self.config.max_metric_drop, max_label_flips=self.config.max_label_flips)
+        self.bounds = Bounds(
+            max_metric_drop=self.config.max_metric_drop,
+            max_label_flips=self.config.max_label_flips,
+            min_agreement=self.config.min_agreement,
+        )
         self._table: list[dict[str, Any]] = []
         self._activations: Mapping[str, Activation] = {}
 
     def run(self) -> list[dict[str, Any]]:
         """The table, fp32 first."""
-        names = [name for name in self.config.candidates if name != QAT]
+        names = self._names()
         if self.host.warning():
             log.warning("quantize: %s", self.host.warning())
         self._add(FP32, self.fp32)
@@ -112,6 +134,24 @@ class Search:
         log.info("quantize times %d graphs", len(self._table))
         add_times(self._table, self.graphs, self.source.parent, self.threads)
         return self._table
+
+    def _names(self) -> list[Int8Candidate]:
+        """The candidates to try first. Raises ConfigError if the target has a use for none that is asked for.
+
+        Unsigned weights are for targets whose signed ones have less than 8 bits: elsewhere they say the same, no
+        faster.
+        """
+        wanted = self.config.candidates
+        names = [name for name in wanted if self.host.weight_bits < 8 or CANDIDATES[name].weights == "signed"]
+        if not names:
+            raise ConfigError(
+                f"quantize.candidates are {', '.join(wanted)}, all for processors without VNNI, and the target is "
+                f"{self.host.target}; add one without -u8"
+            )
+        if len(names) < len(wanted):
+            left = ", ".join(name for name in wanted if name not in names)
+            log.info("quantize leaves out %s: on %s signed weights have 8 bits too", left, self.host.target)
+        return [name for name in names if name != QAT]
 
     def _add(self, scheme: str, graph: Path, excluded: tuple[str, ...] = (), progress: str = "") -> dict[str, Any]:
         self.graphs[scheme] = graph
@@ -136,6 +176,7 @@ class Search:
         self._add(QAT, graph)
 
     def _write(self, candidate: Candidate, excluded: tuple[str, ...], target: Path) -> None:
+        facts = self.host.facts() | {"weight_bits": self.host.bits(candidate)}
         quantize_graph(
             self.source,
             target,
@@ -143,7 +184,7 @@ class Search:
             self._activations,
             excluded=excluded,
             weight_bits=self.host.weight_bits,
-            notes={f"{onnx_graph.NOTES}{key}": str(value) for key, value in self.host.facts().items()},
+            notes={f"{onnx_graph.NOTES}{key}": str(value) for key, value in facts.items()},
         )
 
     def _spare_the_most_harmful(self, kind: type[Candidate]) -> None:
@@ -152,13 +193,33 @@ class Search:
         near = [row for row in mine if self.bounds.flips_hold(row)]
         if any(self.bounds.hold(row) for row in mine) or not near or not self.config.max_excluded:
             return
-        best = min(near, key=lambda row: float(row["drop"]))["scheme"]
-        write = partial(self._write, CANDIDATES[best])
-        found = most_harmful(self.source, write, self.train, self.threads, self.scratch, self.seed)
-        for count, excluded in zip(range(1, self.config.max_excluded + 1), found, strict=False):
-            graph = self.scratch / f"{best}-less-{count}.onnx"
-            write(excluded, graph)
-            row = self._add(f"{best} less {count}", graph, excluded)
-            self.hint = f"; the products that do most harm in {best}: {', '.join(excluded)}"
-            if self.bounds.hold(row):
+        best = min(near, key=self.bounds.excess)["scheme"]
+        log.info("quantize looks for the products that do most harm in %s, for %.0f s at most", best, EXCLUSION_S)
+        end_s = time.monotonic() + EXCLUSION_S
+        ranked = self._most_harmful(CANDIDATES[best], end_s)
+        self.hint = f"; the products that do most harm in {best}: {', '.join(ranked[: self.config.max_excluded])}"
+        for count in range(1, 1 + min(self.config.max_excluded, len(ranked))):
+            if count > 1 and time.monotonic() > end_s:
+                log.warning("quantize leaves no more than %d products of %s in fp32: time is up", count - 1, best)
                 return
+            graph = self.scratch / f"{best}-less-{count}.onnx"
+            self._write(CANDIDATES[best], tuple(ranked[:count]), graph)
+            if self.bounds.hold(self._add(f"{best} less {count}", graph, tuple(ranked[:count]))):
+                return
+
+    def _most_harmful(self, candidate: Candidate, end_s: float) -> list[str]:
+        """Products by the harm they do; the embeddings, which take most of the time, are rounded once."""
+        rounded = self.scratch / "rounded.onnx"
+        names = [item.name for item in products(onnx.load(self.source))]
+        quantize_graph(self.source, rounded, candidate, excluded=names)
+        plain = replace(candidate, embeddings=False)
+
+        def write(excluded: tuple[str, ...], target: Path) -> None:
+            bits = self.host.weight_bits
+            quantize_graph(rounded, target, plain, self._activations, excluded=excluded, weight_bits=bits)
+
+        load = partial(self.host.predictor, threads=self.threads)
+        try:
+            return most_harmful(self.source, write, load, self.train, self.scratch, self.seed, end_s=end_s)
+        finally:
+            rounded.unlink()

@@ -20,7 +20,7 @@ from compressor.artifact import Artifact
 from compressor.checkpoints import load_classifier, load_tokenizer
 from compressor.config import QuantizeConfig
 from compressor.dataset import ENCODED, Encoded, encode
-from compressor.errors import ArtifactError, GateError
+from compressor.errors import ArtifactError
 from compressor.evaluate import (
     MODEL_FILE,
     Logits,
@@ -33,11 +33,11 @@ from compressor.evaluate import (
 )
 from compressor.latency import SETTLE_S, shaped_call, summary, time_in_turns
 from compressor.stages.quantize.aware_training import AwareTraining
-from compressor.stages.quantize.choice import choose
+from compressor.stages.quantize.choice import choose, slower_than_fp32
 from compressor.stages.quantize.folder import complete_folder
 from compressor.stages.quantize.scoring import Scorer, latency_shapes
 from compressor.stages.quantize.search import FP32, TRIMMED, Host, Search
-from compressor.stages.quantize.vocabulary import Pieces, trim, used_pieces
+from compressor.stages.quantize.vocabulary import Pieces, trim, unknown_share, used_pieces
 from compressor.tasks import Task
 from compressor.world import available_cores
 
@@ -63,7 +63,7 @@ def quantize(
     if none is within the bounds. Test rows are touched once, by the winner.
     """
     exported = onnx_models.path / "student"
-    refuse_broken(exported / MODEL_FILE)
+    onnx_graph.refuse_broken(exported / MODEL_FILE)
     parents = {"onnx": onnx_models, "student": student, "teacher": teacher, "corpus": corpus}
     with artifact.write(out, "int8", key=key, section=config.model_dump(), parents=parents) as draft:
         threads, read = available_cores(), partial(_encoded, corpus, task, max_tokens, out.parent / ENCODED)
@@ -76,13 +76,18 @@ def quantize(
             draft.metrics["vocabulary"] = {"pieces": len(kept_W), "pieces_before": len(tokenizer)}
             log.info("quantize keeps %d of %d word pieces", len(kept_W), len(tokenizer))
             encoded = read(source)
+            shares = unknown_share(tokenizer, validation), unknown_share(load_tokenizer(source), encoded["validation"])
+            draft.metrics["vocabulary"] |= {"unknown_before": shares[0], "unknown": shares[1]}
+            percent = [100 * share for share in shares]
+            log.info("quantize: %.3f %% of the validation pieces were [UNK] before the trim, %.3f %% after", *percent)
+        host = Host.of(config.target_cpu)
         aware = AwareTraining(
             task=task,
             student=student.path,
             teacher=teacher.path,
             train=train,
             validation=validation,
-            weight_bits=Host.of(config.target_cpu).weight_bits,
+            weight_bits=host.weight_bits,
             calibration_rows=config.calibration_rows,
             seed=seed,
         )
@@ -90,7 +95,13 @@ def quantize(
         search = Search(
             config=config,
             scorer=Scorer(
-                task, encoded["validation"], told, threads, fp32=exported / MODEL_FILE, fp32_validation=validation
+                task,
+                encoded["validation"],
+                told,
+                threads,
+                fp32=exported / MODEL_FILE,
+                fp32_validation=validation,
+                predictor=host.predictor,
             ),
             fp32=exported / MODEL_FILE,
             source=source / MODEL_FILE,
@@ -101,13 +112,17 @@ def quantize(
             seed=seed,
         )
         table = search.run()
-        chosen = choose([row for row in table if row["scheme"] != TRIMMED], search.bounds, search.hint)
+        rivals = [row for row in table if row["scheme"] != TRIMMED]
+        chosen = choose(rivals, search.bounds, search.hint)
+        slower = slower_than_fp32(rivals, chosen)
+        if slower:
+            log.warning("quantize: %s", slower)
         model = draft.path / MODEL_FILE
         search.graphs[chosen].rename(model)
         for scheme, graph in search.graphs.items():
             if scheme not in (FP32, TRIMMED, chosen):
                 graph.unlink()
-        draft.metrics.update(measure_splits(OnnxPredictor(model, threads=threads), task, encoded, draft.path))
+        draft.metrics.update(measure_splits(host.predictor(model, threads=threads), task, encoded, draft.path))
         int8_NC = np.load(draft.path / "validation.logits.npy")
         fp32_NC = predict(OnnxPredictor(exported / MODEL_FILE, threads=threads), validation)
         pairs = {"student fp32": fp32_NC, "teacher": told}
@@ -118,7 +133,8 @@ def quantize(
                 name: paired(task, int8_NC, other_NC, validation.label_N) for name, other_NC in pairs.items()
             },
             threads=threads,
-            **search.host.facts(),
+            speed_warning=slower,
+            **host.facts() | {"weight_bits": int(onnx_graph.notes(model)["weight_bits"])},
         )
         time.sleep(SETTLE_S)  # our own threads are not other work
         draft.metrics["cpu_in_use_percent"] = machine.in_use_percent()
@@ -155,17 +171,6 @@ def retrained(aware: AwareTraining, exported: Path, kept_W: Pieces | None, folde
         whole, folder = folder, trimmed(folder, kept_W, folder.with_name(f"{folder.name}-trimmed"))
         shutil.rmtree(whole)
     return folder / MODEL_FILE
-
-
-def refuse_broken(graph: Path) -> None:
-    """Raise GateError if a constant of the graph is no number: rounding to INT8 would hide it."""
-    values = onnx_graph.constants(onnx.load(graph))
-    broken = [name for name, value in values.items() if value.dtype.kind == "f" and not np.isfinite(value).all()]
-    if broken:
-        raise GateError(
-            f"finite gate: {graph} has weights that are no numbers (NaN or infinite) in {', '.join(broken)}; the bound "
-            "is 0; export a student whose training did not fail"
-        )
 
 
 def teacher_logits(teacher: Artifact, rows: int) -> Logits:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import unicodedata
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -30,13 +31,13 @@ Pieces = NDArray[np.int64]
 
 
 def used_pieces(tokenizer: Any, examples: Encoded, sources: Iterable[str], column: str = "text") -> Pieces:
-    """What to keep (W), in order: special ones, ASCII characters, and what the rows and the sources' texts use."""
+    """What to keep (W), in order: special ones, single characters of any text, what the rows and sources' texts use."""
     size = len(tokenizer)
     used_V = np.zeros(size, dtype=bool)
     used_V[tokenizer.all_special_ids] = True
     for piece, number in tokenizer.get_vocab().items():
         letter = piece.removeprefix("##")
-        used_V[number] |= len(letter) == 1 and letter.isascii()
+        used_V[number] |= len(letter) == 1 and in_any_text(letter)
     for first in range(0, len(examples), ROWS_AT_ONCE):
         rows = np.arange(first, min(first + ROWS_AT_ONCE, len(examples)))
         used_V[np.unique(examples.batch(rows).inputs.input_ids_BS)] = True
@@ -44,6 +45,22 @@ def used_pieces(tokenizer: Any, examples: Encoded, sources: Iterable[str], colum
         for text in read_texts(source, column, what=f"quantize.vocabulary_texts.{number}"):
             used_V[tokenizer.backend_tokenizer.encode(text, add_special_tokens=False).ids] = True
     return np.flatnonzero(used_V)
+
+
+def in_any_text(letter: str) -> bool:
+    """Whether a character is in texts of any kind: ASCII, punctuation, a symbol, or a Latin letter."""
+    latin = unicodedata.name(letter, "").startswith("LATIN ")
+    return letter.isascii() or latin or unicodedata.category(letter)[0] in "PS"
+
+
+def unknown_share(tokenizer: Any, examples: Encoded) -> float:
+    """Share of [UNK] among the pieces of texts, as the tokenizer cut them; special pieces count too."""
+    unknown = pieces = 0
+    for first in range(0, len(examples), ROWS_AT_ONCE):
+        inputs = examples.batch(np.arange(first, min(first + ROWS_AT_ONCE, len(examples)))).inputs
+        unknown += int((inputs.input_ids_BS == tokenizer.unk_token_id).sum())
+        pieces += int(inputs.mask_BS.sum())
+    return unknown / pieces
 
 
 def trim(student: Path, kept_W: Pieces, out: Path) -> None:

@@ -83,7 +83,7 @@ def read_rows(path: Path, task: Task) -> list[tuple[tuple[str, ...], float]]:
     found, _ = read_source(CorpusConfig(source=str(path), validation=1e-9, test=1e-9), task, seed=0)
     assert not found["validation"]
     assert not found["test"]
-    return found["train"]
+    return list(found["train"])
 
 
 def read_file(path: Path) -> list[tuple[str, float]]:
@@ -239,7 +239,7 @@ def test_a_label_of_another_type_is_refused(label, tmp_path):
         (
             "x.jsonl",
             '{"sentence": "half \\ud83c", "label": 1}\n',
-            r"line 1, column 'sentence': the text holds half a character",
+            r"line 1: the row holds half a character",
         ),
         ("x.parquet", "PAR?", r"x.parquet is not a Parquet file, or damaged"),
         ("x.txt", "good\t1\n", r"x.txt ends in '.txt'; data files end in .tsv, .csv, .jsonl, .parquet"),

@@ -16,6 +16,7 @@ import pytest
 from compressor.config import CorpusConfig, TaskConfig
 from compressor.errors import DataError, SourceError
 from compressor.stages.corpus import find_labels, read_source
+from compressor.tasks import TASKS
 from tests.compressor.stages.test_corpus_tasks import all_rows, hub, read
 
 __all__ = ["hub"]  # fixtures
@@ -143,6 +144,14 @@ def test_a_data_set_of_the_user_s_on_the_hub(hub):
     assert asked == [("me/topics", None)] * 2
 
 
+def test_a_configuration_of_the_user_s_goes_before_the_task_s(hub):
+    data = datasets.Dataset.from_dict({"sentence": ["x", "y"] * 30, "label": [0, 1] * 30})
+    asked = hub(train=data)
+    _, facts = read_source(CorpusConfig(source="hub:me/sst:mine"), TASKS["sst2"], seed=0)
+    assert facts["provenance"] == "hub:me/sst:mine"
+    assert asked == [("me/sst", "mine")]
+
+
 # ---- labels that the recipe does not list
 
 
@@ -159,6 +168,8 @@ def test_labels_are_those_of_the_training_file_alone(tmp_path):
         ([{"title": "a"}], r"x.jsonl, line 1: no column 'topic'; found 'title'"),
         ([{"topic": None}], r"x.jsonl, line 1: no column 'topic'; it is empty"),
         ([{"topic": " "}], r"x.jsonl, line 1: label ' ' is no text, whole number, true or false"),
+        ([{"topic": "a"}, {"topic": "b\nc"}], r"x.jsonl, line 2: label 'b\\nc' has a line break; a label is one line"),
+        ([{"topic": "a\x85b"}], r"x.jsonl, line 1: label 'a\\x85b' has a line break; .* correct it or drop the row"),
         ([{"topic": ["a"]}], r"x.jsonl, line 1: label \['a'\] is no text"),
         ([{"topic": 0.5}], r"line 1: label 0.5 is no text, .*; set task.metric to 'pearson' to predict numbers"),
         (

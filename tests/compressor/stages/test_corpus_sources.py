@@ -108,7 +108,6 @@ def test_hub_splits_of_other_names_are_passed_over(hub):
         ConnectionError("Couldn't reach 'nyu-mll/glue' on the Hub (LocalEntryNotFoundError)"),
         datasets.exceptions.DatasetNotFoundError("doesn't exist on the Hub or cannot be accessed"),
         OSError("Network is unreachable"),
-        ValueError("BuilderConfig 'sst2' not found. Available: ['default']"),
     ],
     ids=lambda error: type(error).__name__,
 )
@@ -116,6 +115,12 @@ def test_hub_that_cannot_be_reached_gives_one_sentence_with_the_remedy(error, hu
     hub(error)
     sentence = "^corpus.source is hub:nyu-mll/glue, .* cannot be reached .* path of a local copy .* --recipe laptop"
     with pytest.raises(SourceError, match=sentence):
+        read_hub()
+
+
+def test_hub_without_the_task_s_configuration_says_what_to_write(hub):
+    hub(ValueError("BuilderConfig 'sst2' not found. Available: ['default']"))
+    with pytest.raises(SourceError, match=r"write hub:nyu-mll/glue:configuration, .* is one of default$"):
         read_hub()
 
 

@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
+import logging
+import random
+import tracemalloc
 from collections import Counter
 from collections.abc import Sequence
-from itertools import chain
+from functools import partial
+from itertools import chain, compress
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 
+from compressor.config import CorpusConfig
 from compressor.errors import DataError
-from tests.compressor.stages.test_corpus import HARD, MANY, SPLITS, make, rows_of, write
+from compressor.stages.corpus import Row, Split, _hold_out, read_source
+from compressor.tasks import TASKS, Task
+from tests.compressor.stages.test_corpus import HARD, MANY, SPLITS, SST2, make, rows_of, write
 
 # ---- splits
 
@@ -51,6 +60,43 @@ def test_equal_texts_are_on_the_same_side(tmp_path):
     assert sum(map(len, found.values())) == 210
 
 
+def held_out_in_memory(rows: list[Row], task: Task, share: float, seed: int) -> tuple[list[Row], list[Row]]:
+    """What `_hold_out` does, on rows as objects."""
+    random, by_label, held = np.random.default_rng(seed), dict[float, list[Any]](), set[Any]()
+    for texts, label in dict.fromkeys(rows):
+        by_label.setdefault(0 if task.is_regression else label, []).append(texts)
+    for label in sorted(by_label):
+        group = by_label[label]
+        held.update(group[index] for index in random.permutation(len(group))[: round(share * len(group))])
+    return [row for row in rows if row[0] not in held], [row for row in rows if row[0] in held]
+
+
+@pytest.mark.parametrize("name", ["sst2", "mnli", "stsb"])
+def test_rows_are_held_out_by_hashes_as_they_were_by_texts(name):
+    draw, task = random.Random(0), TASKS[name]
+    texts = [tuple(f"{draw.randrange(60)}" for _ in task.columns) for _ in range(400)]
+    labels = [draw.randrange(5) / 2 - 1 if task.is_regression else draw.randrange(task.outputs) for _ in texts]
+    rows = list(zip(texts, labels, strict=True))
+    kept, held = _hold_out(Split.of(partial(compress, rows)), task, 0.3, seed=5)
+    assert (list(kept), list(held)) == held_out_in_memory(rows, task, 0.3, 5)
+    again, twice = _hold_out(kept, task, 0.2, seed=6)
+    assert (list(again), list(twice)) == held_out_in_memory(list(kept), task, 0.2, 6)
+
+
+def test_rows_do_not_stay_in_memory(tmp_path):
+    count = 5_000
+    path = write(tmp_path / "x.tsv", [(f"text number {number} of {count}", number % 2) for number in range(count)])
+    config = CorpusConfig(source=str(path))
+    read_source(config, SST2, seed=0)
+    tracemalloc.start()
+    try:
+        found, _ = read_source(config, SST2, seed=0)
+        assert sum(sum(1 for _ in rows) for rows in found.values()) == count
+        assert tracemalloc.get_traced_memory()[1] / count < 150
+    finally:
+        tracemalloc.stop()
+
+
 def folder(tmp_path: Path, **files: Sequence[tuple[str, object]]) -> Path:
     data = tmp_path / "data"
     data.mkdir()
@@ -89,9 +135,11 @@ def test_a_folder_with_train_only_is_cut_like_one_file(tmp_path):
     assert from_folder == rows_of(make(write(tmp_path / "x.tsv", MANY), tmp_path / "other"))
 
 
-def test_a_test_file_with_withheld_labels_is_ignored(tmp_path):
+def test_a_test_file_with_withheld_labels_is_ignored(tmp_path, caplog):
     data = folder(tmp_path, train=MANY, dev=DEV, test=[("unknown", -1), ("unknown too", -1)])
-    assert rows_of(make(data, tmp_path / "out"))["test"] == DEV
+    with caplog.at_level(logging.INFO):
+        assert rows_of(make(data, tmp_path / "out"))["test"] == DEV
+    assert f"{data / 'test.tsv'}: its labels are withheld, so it is not used" in caplog.messages
 
 
 def test_a_test_file_without_labels_is_ignored(tmp_path):
@@ -103,6 +151,16 @@ def test_a_test_file_without_labels_is_ignored(tmp_path):
 def test_a_test_file_that_loses_its_labels_half_way_is_refused_not_cut_short(tmp_path):
     data = folder(tmp_path, train=MANY, dev=DEV, test=[*TEST, ("unknown", -1)])
     with pytest.raises(DataError, match=r"test.tsv, line 4: label '-1' is unknown"):
+        make(data, tmp_path / "out")
+
+
+@pytest.mark.parametrize("missing", ["", -1])
+def test_a_test_file_that_gets_its_labels_later_is_refused_not_dropped(missing, tmp_path):
+    data = folder(tmp_path, train=MANY, dev=DEV, test=[("unknown", missing), *TEST])
+    sentence = (
+        r"test.tsv, line 2: the row has no label, and .*test.tsv, line 3 has one; give every row a label, or none"
+    )
+    with pytest.raises(DataError, match=sentence):
         make(data, tmp_path / "out")
 
 

@@ -91,7 +91,8 @@ def on_hub(task: str, rows: Rows | None = None, *, reverse: bool = False, withhe
 
 
 def read(source: Path | str, task: Task, **shares: float) -> dict[str, list[Any]]:
-    return read_source(CorpusConfig(source=str(source), **shares), task, seed=0)[0]
+    found, _ = read_source(CorpusConfig(source=str(source), **shares), task, seed=0)
+    return {split: list(rows) for split, rows in found.items()}
 
 
 def all_rows(source: Path | str, task: Task) -> list[Any]:
@@ -190,13 +191,35 @@ def test_stsb_s_lost_quotation_mark_is_kept(tmp_path):
     assert all_rows(released(tmp_path / "x.tsv", "stsb", rows), TASKS["stsb"]) == rows
 
 
+GAPS = {
+    "no label": "1\t2\t3\tWhy?\tBecause",
+    "an empty label": "1\t2\t3\tWhy?\tBecause\t",
+    "an empty question": "1\t2\t3\tWhy?\t \t1",
+    "the first half of a row": "1\t2\t3\tWhy",
+    "its second half": "is it so?\tBecause\t1",
+}
+
+
+@pytest.mark.parametrize("gap", GAPS)
+def test_rows_with_a_gap_in_qqp_s_release_are_left_out_and_counted(gap, tmp_path, caplog):
+    (tmp_path / "qqp").mkdir()
+    for split in ("train", "dev", "test"):
+        released(tmp_path / "qqp" / f"{split}.tsv", "qqp", TWOS)
+    path = tmp_path / "qqp" / "train.tsv"
+    header, *rows = path.read_text(encoding="utf-8").splitlines()
+    path.write_text("\n".join([header, *rows[:1], GAPS[gap], *rows[1:], GAPS[gap], ""]), encoding="utf-8")
+    made = make(tmp_path / "qqp", TASKS["qqp"], tmp_path / "out")
+    found = read_examples(made.path / "train.arrow")
+    assert list(zip(texts_of(found), found["label"], strict=True)) == TWOS
+    assert made.metrics["incomplete_left_out"] == 2
+    assert f"{path}: 2 rows lack a text or a label and are left out" in caplog.text
+
+
 @pytest.mark.parametrize(
     ("row", "sentence"),
     [
-        ("1\t2\t3\tWhy?\tBecause", r"x.tsv, line 3: 5 columns; a row needs 6"),
-        ("1\t2\t3\tWhy?\t \t1", r"x.tsv, line 3, column 'question2': the text is empty; give it a text or drop"),
-        ("1\t2\t3\t\tWhy?\t1", r"x.tsv, line 3, column 'question1': the text is empty"),
-        ("1\t2\t3\tWhy?\tBecause\t", r"x.tsv, line 3: label '' is unknown; labels of qqp are not_duplicate or 0, dupl"),
+        ("1\t2\t3\tWhy?\tBecause\t2", r"x.tsv, line 3: label '2' is unknown; labels of qqp are not_duplicate or 0, du"),
+        ("1\t2\t3\tWhy?\tBecause\t1\t1", r"x.tsv, line 3: 7 columns; a row needs 6"),
     ],
 )
 def test_a_malformed_row_of_qqp_is_named_by_file_and_line(row, sentence, tmp_path):
@@ -204,6 +227,21 @@ def test_a_malformed_row_of_qqp_is_named_by_file_and_line(row, sentence, tmp_pat
     path.write_text(f"{path.read_text(encoding='utf-8')}{row}\n", encoding="utf-8")
     with pytest.raises(DataError, match=sentence):
         all_rows(path, TASKS["qqp"])
+
+
+@pytest.mark.parametrize(
+    ("row", "sentence"),
+    [
+        ("1\tWhy?\tBecause", r"x.tsv, line 3: 3 columns; a row needs 4"),
+        ("1\tWhy?\t \tentailment", r"x.tsv, line 3, column 'sentence': the text is empty; give it a text or drop"),
+        ("1\tWhy?\tBecause\t", r"x.tsv, line 3: label '' is unknown; labels of qnli are entailment, not_entailment"),
+    ],
+)
+def test_a_gap_in_any_other_release_is_a_mistake_named_by_file_and_line(row, sentence, tmp_path):
+    path = tmp_path / "x.tsv"
+    path.write_text(f"index\tquestion\tsentence\tlabel\n0\tWho?\tHe.\tentailment\n{row}\n", encoding="utf-8")
+    with pytest.raises(DataError, match=sentence):
+        all_rows(path, TASKS["qnli"])
 
 
 @pytest.mark.parametrize("score", ["5.001", "-0.5", "6", "-1"])
@@ -292,6 +330,15 @@ def test_a_split_that_is_only_reported_on_is_no_held_out_file(tmp_path):
         "test": 6,
         "mismatched": 3,
     }
+
+
+def test_a_folder_of_one_s_own_for_mnli_may_call_its_files_dev_and_test(tmp_path):
+    released(tmp_path / "train.tsv", "mnli", [((f"p {number}", "h"), number % 3) for number in range(60)])
+    released(tmp_path / "dev.tsv", "mnli", MATCHED)
+    released(tmp_path / "test.tsv", "mnli", MISMATCHED)
+    found = read(tmp_path, TASKS["mnli"])
+    assert (found["validation"], found["test"]) == (MATCHED, MISMATCHED)
+    assert len(found["train"]) == 60
 
 
 # ---- splits of pairs and scores

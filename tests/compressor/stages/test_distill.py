@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Any
 
@@ -10,18 +9,18 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
-from torch.testing import assert_close
 
 from compressor import objectives
 from compressor.artifact import Artifact
 from compressor.checkpoints import PROJECTIONS_FILE, load_classifier, load_tokenizer
 from compressor.config import DistillConfig, StudentConfig
-from compressor.dataset import Encoded, encode
+from compressor.dataset import Encoded, encode, write_examples
 from compressor.errors import ModelError
+from compressor.models import rescale
 from compressor.objectives import Intermediate, Prediction
 from compressor.stages.distill import distill, refuse_uniform, teacher_logits
 from compressor.tasks import Task
-from compressor.training import Tensors, fit, rows_seen
+from compressor.training import fit, rows_seen
 from compressor.world import World
 from tests import tiny
 from tests.conftest import Line
@@ -75,7 +74,7 @@ def changed(model: Any, before: dict[str, torch.Tensor]) -> set[str]:
 
 
 def cached(model: Any, rows: Encoded, folder: Path) -> Any:
-    return teacher_logits(model, rows, None, "fp32", world=WORLD, file=folder / "teacher.logits.npy")
+    return teacher_logits(model, rows, None, "fp32", world=WORLD, file=folder / "logits.npy", scratch=folder)
 
 
 def weights_hash(made: Artifact) -> str:
@@ -149,6 +148,26 @@ def test_a_regression_comes_near_its_teachers_scores(teacher: Artifact, tmp_path
 
 
 @pytest.mark.parametrize("init", ["random", "project"])
+def test_a_student_learns_scores_of_any_size_alike(init: str, tmp_path: Path) -> None:
+    answers = []
+    for factor, offset in ((1.0, 0.0), (4096.0, 8192.0)):  # powers of two: nothing is rounded on the way
+        folder = tmp_path / f"{factor:g}"
+        with tiny.sealed(folder / "corpus", "examples", section={"task": SCORES.model_dump()}) as draft:
+            for seed, split in enumerate(("train", "validation", "test")):
+                rows = tiny.task_rows(SCORES, 96, seed=seed)
+                scaled = [row._replace(label=factor * row.label + offset) for row in rows]
+                write_examples(draft.path / f"{split}.arrow", scaled, SCORES)
+        scorer = tiny.lively(tiny.bert(task=SCORES))
+        rescale(scorer, offset, factor)
+        teacher = tiny.saved(folder / "teacher", "teacher", scorer)
+        corpus = Artifact.open(folder / "corpus", kind="examples")
+        shape, config = tiny.student(layers=2, hidden=24, init=init), tiny.distilling(epochs=4.0, learning_rate=5e-3)
+        made = run(config, shape, teacher, corpus, folder / "student", SCORES)
+        answers.append((np.load(made.path / "test.logits.npy") - offset) / factor)
+    assert np.abs(answers[0] - answers[1]).max() < 0.05
+
+
+@pytest.mark.parametrize("init", ["random", "project"])
 def test_the_same_seed_gives_the_same_student(teacher: Artifact, corpus: Artifact, tmp_path: Path, init: str) -> None:
     found = []
     for number in (1, 2):
@@ -182,6 +201,27 @@ def test_the_student_is_saved_with_the_teachers_tokenizer(teacher: Artifact, cor
     made = run(tiny.distilling("intermediate", epochs=0.1), tiny.student(), teacher, corpus, tmp_path / "student")
     assert load_tokenizer(made.path).get_vocab() == load_tokenizer(teacher.path).get_vocab()
     assert load_classifier(made.path, tiny.TASK).config.hidden_size == 16
+
+
+def test_less_than_an_epoch_asks_the_teacher_for_the_rows_of_its_steps_alone(
+    teacher: Artifact, rows: Encoded, tmp_path: Path
+) -> None:
+    config = tiny.distilling("prediction", epochs=0.5)
+    seen = rows_seen(rows, config, seed=7)
+    trained: list[int] = []
+
+    class Watch(Prediction):
+        def forward(self, batch: Any) -> Any:
+            trained.extend(batch.row_B.tolist())
+            return super().forward(batch)
+
+    student = load_classifier(teacher.path, tiny.TASK)
+    logits_NC = np.zeros((len(rows), 2), dtype=np.float32)
+    fit(Watch(student, logits_NC, config), rows, config, world=WORLD, seed=7, folder=tmp_path)
+    assert seen is not None
+    assert sorted(trained) == seen.tolist()
+    assert 0 < len(seen) < len(rows)
+    assert rows_seen(rows, tiny.distilling("prediction", epochs=1), seed=7) is None
 
 
 # What a student starts from.
@@ -320,75 +360,6 @@ def test_only_answers_as_good_as_uniform_are_refused(classes: int) -> None:
         with pytest.raises(ModelError, match=rf"hardly tells the {classes} classes apart"):
             refuse_uniform(unsure_NC, None, Path("teacher"))
     refuse_uniform(np.zeros((300, 1), dtype=np.float32), None, Path("teacher"))  # a regression has no classes
-
-
-# The teacher's answers.
-
-
-def test_cached_logits_are_the_teachers(model: Any, rows: Encoded, tmp_path: Path) -> None:
-    found = cached(model, rows, tmp_path)
-    with torch.no_grad():
-        for row in range(0, len(rows), 17):
-            alone = Tensors.of(rows.batch(np.array([row])), WORLD.device)
-            expected = model(input_ids=alone.input_ids_BS, attention_mask=alone.mask_BS).logits
-            np.testing.assert_allclose(found[row], expected[0].numpy(), atol=1e-5)
-
-
-def test_cached_logits_of_pairs_know_the_second_text(tmp_path: Path) -> None:
-    task = tiny.pair_task()
-    model = tiny.lively(tiny.bert(task=task))
-    corpus, tokenizer = tiny.examples(tmp_path / "corpus", task=task), tiny.tokenizer(tmp_path / "tokenizer")
-    rows = encode(corpus, "train", tokenizer, tiny.MAX_TOKENS, cache=tmp_path / "cache")
-    found = cached(model, rows, tmp_path)
-    one = Tensors.of(rows.batch(np.array([3])), WORLD.device)
-    assert one.segment_BS.any()
-    with torch.no_grad():
-        expected = model(input_ids=one.input_ids_BS, attention_mask=one.mask_BS, token_type_ids=one.segment_BS).logits
-    np.testing.assert_allclose(found[3], expected[0].numpy(), atol=1e-5)
-
-
-def test_cached_logits_are_worked_out_once_and_stay_on_the_disk(model: Any, rows: Encoded, tmp_path: Path) -> None:
-    found = cached(model, rows, tmp_path)
-    again = cached(None, rows, tmp_path)
-    assert np.array_equal(found, again)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["teacher.logits.npy"]
-    for logits_NC in (found, again):
-        assert isinstance(logits_NC, np.memmap)
-        assert not logits_NC.flags.writeable
-
-
-def test_less_than_an_epoch_asks_the_teacher_for_the_rows_of_its_steps_alone(
-    teacher: Artifact, rows: Encoded, tmp_path: Path
-) -> None:
-    config = tiny.distilling("prediction", epochs=0.5)
-    seen = rows_seen(rows, config, seed=7)
-    trained: list[int] = []
-
-    class Watch(Prediction):
-        def forward(self, batch: Any) -> Any:
-            trained.extend(batch.row_B.tolist())
-            return super().forward(batch)
-
-    student = load_classifier(teacher.path, tiny.TASK)
-    logits_NC = np.zeros((len(rows), 2), dtype=np.float32)
-    fit(Watch(student, logits_NC, config), rows, config, world=WORLD, seed=7, folder=tmp_path)
-    assert seen is not None
-    assert sorted(trained) == seen.tolist()
-    assert 0 < len(seen) < len(rows)
-    assert rows_seen(rows, tiny.distilling("prediction", epochs=1), seed=7) is None
-
-
-def test_logits_of_some_rows_are_those_of_all(model: Any, rows: Encoded, tmp_path: Path) -> None:
-    some = np.array([1, 4, 9])
-    found = teacher_logits(model, rows, some, "fp32", world=WORLD, file=tmp_path / "some.npy")
-    every = cached(model, rows, tmp_path)
-    assert_close(torch.tensor(found[some]), torch.tensor(every[some]))
-    assert not np.delete(found, some, axis=0).any()
-
-
-def test_unfinished_logits_are_worked_out_anew(model: Any, rows: Encoded, tmp_path: Path) -> None:
-    (tmp_path / f"teacher.logits.{os.getpid()}").write_bytes(b"cut")
-    assert np.isfinite(cached(model, rows, tmp_path)).all()
 
 
 # Interruptions and processes.

@@ -2,26 +2,28 @@
 
 from __future__ import annotations
 
-import builtins
+import sys
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import onnx
 import pytest
+import torch
 from onnx import TensorProto, numpy_helper
+from safetensors.torch import load_file, save_file
 
 from compressor import onnx_export, onnx_graph
 from compressor.artifact import Artifact
-from compressor.checkpoints import load_classifier
+from compressor.checkpoints import load_classifier, load_tokenizer
 from compressor.config import ExportConfig
-from compressor.dataset import Inputs
+from compressor.dataset import Inputs, encode
 from compressor.errors import ConfigError, GateError, ModelError
 from compressor.evaluate import OnnxPredictor, TorchPredictor
 from compressor.onnx_export import export_onnx
 from compressor.stages import export as stage
-from compressor.stages.export import difference, export
-from compressor.triton_releases import format_for
+from compressor.stages.export import difference, export, measure_parity, refuse_broken
+from compressor.triton_releases import RUNTIMES, format_for
 from tests import tiny
 from tests.conftest import Line
 
@@ -171,8 +173,75 @@ def test_a_graph_that_gives_nan_fails_the_gate_and_is_told_so(
     line: Line, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     damaged(monkeypatch, lambda weight_KN: weight_KN.fill(np.nan))
+    with pytest.raises(GateError, match=r"finite gate: \S+/student/model.onnx has weights that are no .* in \S+; "):
+        run(ExportConfig(), line, tmp_path / "onnx")
+
+
+def test_logits_that_are_no_numbers_fail_the_gate(line: Line, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    damaged(monkeypatch, lambda weight_KN: weight_KN.fill(1e38))  # finite, and the products are not
     with pytest.raises(GateError, match=r"parity gate: student: logits that are no numbers \(NaN or infinite\) at 1x1"):
         run(ExportConfig(), line, tmp_path / "onnx")
+
+
+def trained_wrongly(folder: Path, weight: str, change: Any) -> Path:
+    """A saved classifier, healthy but for one weight."""
+    model = tiny.lively(tiny.bert())
+    with torch.no_grad():
+        change(model.get_parameter(weight))
+    return tiny.checkpoint(folder, model)
+
+
+LAYER = "bert.encoder.layer.1"
+
+
+@pytest.mark.parametrize(
+    ("weight", "change", "what"),
+    [
+        (f"{LAYER}.intermediate.dense.weight", lambda weight: weight[5].mul_(100), "row 5"),
+        (f"{LAYER}.attention.self.value.weight", lambda weight: weight[:, 5].mul_(100), "column 5"),
+        (f"{LAYER}.output.dense.weight", lambda weight: weight[5].mul_(100), "row 5"),
+        ("classifier.weight", lambda weight: weight[1].mul_(100), "row 1"),
+    ],
+)
+def test_a_model_with_one_row_or_column_times_100_fails_the_outlier_gate_by_name(
+    tmp_path: Path, weight: str, change: Any, what: str
+) -> None:
+    folder = trained_wrongly(tmp_path, weight, change)
+    message = rf"outlier gate: {what} of the student's {weight} has \d+ times the norm of the median .* bound is 30 "
+    with pytest.raises(GateError, match=message) as caught:
+        refuse_broken("student", folder, 30.0)
+    assert caught.value.exit_code == 3
+    refuse_broken("student", folder, 1e4)
+
+
+def test_a_weight_of_the_model_that_is_no_number_fails_by_name(tmp_path: Path) -> None:
+    folder = trained_wrongly(tmp_path, f"{LAYER}.output.dense.bias", lambda bias_N: bias_N[3].fill_(np.nan))
+    with pytest.raises(GateError, match=rf"finite gate: the teacher has weights .* in {LAYER}.output.dense.bias; "):
+        refuse_broken("teacher", folder, 30.0)
+
+
+def test_a_large_row_that_its_layer_norm_makes_small_again_is_healthy(tmp_path: Path) -> None:
+    trained_wrongly(tmp_path, f"{LAYER}.output.dense.weight", lambda weight: weight[5].mul_(100))
+    weights = load_file(tmp_path / "model.safetensors")
+    weights[f"{LAYER}.output.LayerNorm.weight"][5] /= 100
+    save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    refuse_broken("student", tmp_path, 30.0)
+
+
+def test_a_broken_model_is_not_exported(line: Line, tmp_path: Path) -> None:
+    with pytest.raises(
+        GateError, match=r"outlier gate: .* of the student's .*; the bound is 1\.01 \(export.max_weight"
+    ):
+        run(ExportConfig(max_weight_outlier=1.01), line, tmp_path / "onnx")
+    assert not (tmp_path / "onnx").exists()
+
+
+def test_one_validation_row_is_enough(line: Line, graphs: dict[str, Path], tmp_path: Path) -> None:
+    rows = tiny.examples(tmp_path / "examples", held_out=1)
+    model = line.run / "2-finetune"
+    encoded = encode(rows, "validation", load_tokenizer(model), tiny.MAX_TOKENS, cache=tmp_path / "cache")
+    found = measure_parity(graphs["optimum"], model, tiny.TASK, encoded)
+    assert (found["rows"], found["agreement"]) == (1, 1.0)
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf])
@@ -200,14 +269,7 @@ def test_the_longest_and_the_shortest_text_are_always_tried(
 
 
 def test_without_optimum_pytorch_exports(line: Line, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    imported = builtins.__import__
-
-    def refuse(name: str, *arguments: Any, **named: Any) -> Any:
-        if name.startswith("optimum"):
-            raise ImportError(name)
-        return imported(name, *arguments, **named)
-
-    monkeypatch.setattr(builtins, "__import__", refuse)
+    monkeypatch.setitem(sys.modules, "optimum.exporters.onnx", None)  # importing it now raises ImportError
     assert export_onnx(line.run / "5-distill-prediction", tmp_path / "onnx") == "torch"
     with pytest.raises(ConfigError, match=r'export.exporter is "optimum" and optimum-onnx cannot be imported'):
         export_onnx(line.run / "5-distill-prediction", tmp_path / "other", exporter="optimum")
@@ -215,8 +277,23 @@ def test_without_optimum_pytorch_exports(line: Line, tmp_path: Path, monkeypatch
 
 def test_a_release_says_which_runtime_reads_the_graph(exported: Artifact) -> None:
     assert format_for("24.10").onnxruntime == exported.metrics["student"]["onnxruntime"] == "1.19.2"
-    with pytest.raises(ConfigError, match=r"export.triton_release is '24.01'; did you mean '2[46].0?1"):
-        format_for("24.01")
+    assert exported.metrics["student"]["listed_release"] == "24.10"
+
+
+@pytest.mark.parametrize(
+    ("release", "listed"), [("24.09", "24.06"), ("25.03", "25.02"), ("25.12", "25.07"), ("31.01", "26.07")]
+)
+def test_a_release_that_is_not_listed_has_at_least_the_runtime_of_the_one_before(release: str, listed: str) -> None:
+    assert (format_for(release).listed_release, format_for(release).onnxruntime) == (listed, RUNTIMES[listed])
+    ExportConfig(triton_release=release)
+
+
+@pytest.mark.parametrize("release", ["24.01", "24.13", "25.1", "v25.03", "25.03-py3"])
+def test_what_is_no_release_is_refused_with_the_rule(release: str) -> None:
+    with pytest.raises(
+        ConfigError, match=rf"export.triton_release is '{release}'; give one as year.month, 24\.06 or la"
+    ):
+        format_for(release)
 
 
 @pytest.mark.parametrize(

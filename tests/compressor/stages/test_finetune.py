@@ -13,9 +13,11 @@ import torch
 from compressor.artifact import Artifact
 from compressor.checkpoints import load_classifier
 from compressor.config import FinetuneConfig
-from compressor.dataset import encode
+from compressor.dataset import encode, write_examples
 from compressor.errors import ModelError
+from compressor.models import score_scale
 from compressor.stages.finetune import Supervised, finetune
+from compressor.tasks import TASKS, Task
 from compressor.training import fit
 from compressor.world import World, launch
 from tests import tiny
@@ -97,6 +99,69 @@ def test_a_teacher_of_pairs_learns(labels: tuple[str, ...], base: Path, tmp_path
     assert made.metrics["test"]["metric"] == task.metric
     assert made.metrics["test"]["score"] > 0.6  # a part of the scores is noise
     assert load_classifier(made.path, task).config.num_labels == task.outputs
+
+
+def test_scores_of_any_size_are_learnt_alike(base: Path, tmp_path: Path) -> None:
+    task, answers = tiny.pair_task(labels=()), []
+    for factor, offset in ((1.0, 0.0), (1000.0, 250_000.0)):
+        with tiny.sealed(tmp_path / f"corpus{factor:g}", "examples", section={"task": task.model_dump()}) as draft:
+            for seed, (split, count) in enumerate((("train", 192), ("validation", 40), ("test", 40))):
+                rows = tiny.task_rows(task, count, seed=seed)
+                scaled = [row._replace(label=factor * row.label + offset) for row in rows]
+                write_examples(draft.path / f"{split}.arrow", scaled, task)
+        corpus = Artifact.open(tmp_path / f"corpus{factor:g}", kind="examples")
+        options: dict[str, Any] = {"max_tokens": 24, "seed": 7, "key": "teacher", "device": "cpu"}
+        out = tmp_path / f"teacher{factor:g}"
+        made = finetune(tiny.finetuning(base=str(base)), task, corpus, out=out, **options)
+        answers.append((np.load(made.path / "test.logits.npy") - offset) / factor)
+    assert np.corrcoef(answers[0].ravel(), answers[1].ravel())[0, 1] > 0.99
+    assert np.abs(answers[0] - answers[1]).max() < 0.1
+
+
+def test_scores_with_a_range_are_learnt_as_they_are_written() -> None:
+    score_N = np.array([1.0, 2.0, 6.0], dtype=np.float32)
+    assert score_scale(TASKS["stsb"], score_N) == (0.0, 1.0)
+    assert score_scale(tiny.TASK, np.array([0, 1])) == (0.0, 1.0)
+    mean, spread = score_scale(tiny.pair_task(labels=()), score_N)
+    assert (mean, spread) == (3.0, pytest.approx(np.sqrt(14 / 3)))
+
+
+def test_wnli_is_refused_with_what_is_known_of_it(base: Path, tmp_path: Path) -> None:
+    corpus = tiny.examples(tmp_path / "corpus", task=TASKS["wnli"])
+    config = tiny.finetuning(base=str(base), epochs=0.01, learning_rate=1e-9)
+    with pytest.raises(ModelError, match=r"a BERT seldom does better on WNLI, .* give a checkpoint that does as"):
+        finetune(config, TASKS["wnli"], corpus, max_tokens=24, seed=7, key="t", out=tmp_path / "t", device="cpu")
+
+
+@pytest.mark.parametrize(
+    ("shape", "task", "sentence"),
+    [
+        (
+            {"max_position_embeddings": 9},
+            tiny.TASK,
+            r"max_tokens is 16 and the model in .* reads at most 9 tokens; set",
+        ),
+        (
+            {"type_vocab_size": 1},
+            tiny.pair_task(),
+            r"has type_vocab_size 1 and the task has pairs of texts, which need",
+        ),
+    ],
+)
+def test_a_model_that_cannot_read_the_rows_is_refused(
+    shape: dict[str, int], task: Task, sentence: str, tmp_path: Path
+) -> None:
+    folder = tiny.checkpoint(tmp_path / "base", tiny.bert(task=task, **shape))
+    corpus = tiny.examples(tmp_path / "corpus", task=task)
+    with pytest.raises(ModelError, match=sentence):
+        finetune(tiny.finetuning(base=str(folder)), task, corpus, max_tokens=16, seed=7, key="t", out=tmp_path / "t")
+
+
+def test_a_model_whose_positions_are_no_multiple_of_the_padding_is_used_to_its_last(tmp_path: Path) -> None:
+    folder = tiny.checkpoint(tmp_path / "base", tiny.bert(max_position_embeddings=9))
+    corpus = tiny.examples(tmp_path / "corpus", train=192)
+    made = run(tiny.finetuning(base=str(folder)), corpus, tmp_path / "teacher", max_tokens=9)
+    assert made.metrics["test"]["score"] > 0.9
 
 
 def test_an_adopted_teacher_is_not_trained(teacher: Artifact, corpus: Artifact, tmp_path: Path) -> None:

@@ -13,9 +13,8 @@ from compressor.artifact import Artifact
 from compressor.config import PublishConfig
 from compressor.dataset import Example, write_examples
 from compressor.evaluate import FP16_FILE
-from compressor.stages import publish as stage
 from compressor.stages.export import write_fp16
-from compressor.stages.publish import is_published, publish, warmup_texts
+from compressor.stages.publish import is_published, publish, spread, warmup_texts
 from compressor.tasks import TASKS
 from compressor.triton_releases import IR_VERSION, OPSET, RUNTIMES
 from serving import RepositoryError, read, repository, triton
@@ -115,22 +114,40 @@ def test_a_cascade_is_chosen_on_the_validation_rows(tmp_path: Path) -> None:
     assert is_published(made, tmp_path / "root")
 
 
-def test_warmups_are_a_text_of_each_width(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    lengths = [30, 3, 4, 50, 12, 14, 70]
-    with tiny.sealed(tmp_path / "corpus", "examples") as draft:
-        rows = [Example(texts=(" ".join(["good"] * (n - 2)),), label=1, origin=i) for i, n in enumerate(lengths)]
-        write_examples(draft.path / "validation.arrow", rows, TASKS["sst2"])
-    tokenizer = write_tokenizer(tmp_path / "tokenizer.json")
-    corpus = Artifact.open(tmp_path / "corpus", kind="examples")
+def warmups(folder: Path, name: str, texts: list[tuple[str, ...]], max_tokens: int) -> tuple[Any, ...]:
+    """Return the warm-up texts of a corpus with these validation texts."""
+    with tiny.sealed(folder / "corpus", "examples") as draft:
+        rows = [Example(texts=text, label=1, origin=number) for number, text in enumerate(texts)]
+        write_examples(draft.path / "validation.arrow", rows, TASKS[name])
+    corpus = Artifact.open(folder / "corpus", kind="examples")
+    return warmup_texts(corpus, TASKS[name], write_tokenizer(folder / "tokenizer.json"), max_tokens)
 
-    def widths() -> list[int]:
-        return [str(text).count("good") + 2 for text in warmup_texts(corpus, TASKS["sst2"], tokenizer, 64)]
 
-    assert widths() == [3, 12, 30, 50, 70]
-    monkeypatch.setattr(stage, "MOST_WARMUPS", 3)
-    assert widths() == [3, 30, 70]
-    monkeypatch.setattr(stage, "MOST_WARMUPS", 1)
-    assert widths() == [3]
+def test_warmups_are_a_text_of_each_width(tmp_path: Path) -> None:
+    texts = [(" ".join(["good"] * (tokens - 2)),) for tokens in (30, 3, 4, 44, 12, 14)]
+    found = [text.count("good") + 2 for text in warmups(tmp_path, "sst2", texts, 60)]
+    # Of 24, 40, 56 and 60 tokens there is no text: they are the first words of all, and the first such ones.
+    assert found == [3, 12, 17, 30, 33, 44, 49, 57]
+
+
+def test_warmups_of_pairs_reach_every_width(tmp_path: Path) -> None:
+    found = warmups(tmp_path, "mnli", [("good film", "bad"), ("a fine film", "a " * 600)], 512)
+    tokens = [min(3 + sum(len(part.split()) for part in pair), 512) for pair in found]
+    assert [-(-count // 8) for count in tokens] == list(range(1, 65))
+    assert found[0] == ("good film", "bad")
+
+
+def test_warmups_leave_out_what_the_tokenizer_drops(tmp_path: Path) -> None:
+    found = warmups(tmp_path, "mnli", [("\u200b " + "good " * 9, "bad " * 9)], 24)
+    assert all("good" in first and "bad" in second for first, second in found)
+
+
+def test_warmups_are_thinned_evenly() -> None:
+    texts = tuple("abcdefgh")
+    assert spread(texts, 3) == ("a", "e", "h")
+    assert spread(texts, 1) == ("a",)
+    assert spread(texts, 8) == spread(texts, 9) == texts
+    assert spread((), 8) == ()
 
 
 def files(root: Path) -> dict[str, tuple[int, int]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from compressor.errors import ConfigError
 from compressor.stages.augment import augment_examples, quality
 from compressor.stages.augment.quality import Copies, Teacher, differences, judge, perplexity
 from compressor.tasks import Task
+from compressor.world import World
 from tests import augmenting, tiny
 
 # Text, label, origin, words replaced by the masked LM, and by vectors.
@@ -66,7 +68,8 @@ class ByWord:
 
 
 def judged(folder: Path, teacher: Any = None, task: Task = tiny.TASK, **options: Any) -> dict[str, Any]:
-    return judge(folder, task, teacher=teacher, **({"masked_lm": None, "seed": 0} | options))
+    given = {"masked_lm": None, "seed": 0, "kept": Path(tempfile.mkdtemp(dir=folder))} | options
+    return judge(folder, task, teacher=teacher, **given)
 
 
 def examples_of(folder: Path) -> list[dict[str, Any]]:
@@ -128,6 +131,52 @@ def test_without_copies_there_is_nothing_to_say(tmp_path: Path) -> None:
     assert examples_of(tmp_path) == []
 
 
+def test_answers_of_an_interrupted_run_are_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(quality, "ROWS_AT_ONCE", 4)
+    expected = judged(written(tmp_path), ByWord(), max_disagreement=0.5)
+    texts = [row[0] for row in ROWS]
+    teacher, kept = ByWord(), tmp_path / "kept"
+    kept.mkdir()
+    probabilities = teacher.probabilities
+
+    def interrupted(rows: Sequence[tuple[str, ...]]) -> Any:
+        if teacher.asked:
+            raise KeyboardInterrupt
+        return probabilities(rows)
+
+    monkeypatch.setattr(teacher, "probabilities", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        judged(written(tmp_path), teacher, max_disagreement=0.5, kept=kept)
+    assert teacher.asked == texts[:4]
+    teacher = ByWord()
+    assert judged(tmp_path, teacher, max_disagreement=0.5, kept=kept) == expected
+    assert teacher.asked == texts[4:]
+
+
+class Together(World):
+    """One of two processes, neither of which waits for the other; the leader knows the beginnings of all blocks."""
+
+    def broadcast(self, value: Any) -> Any:
+        return [0, 4, 8]
+
+    def barrier(self) -> None:
+        pass
+
+
+def test_processes_that_are_together_share_the_judging(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(quality, "ROWS_AT_ONCE", 4)
+    expected = judged(written(tmp_path / "alone"), ByWord(), max_disagreement=0.5)
+    kept, texts, found = written(tmp_path / "two") / "kept", [row[0] for row in ROWS], {}
+    kept.mkdir()
+    for rank, asked in ((1, texts[4:8]), (0, texts[:4] + texts[8:])):
+        teacher, world = ByWord(), Together(rank=rank, size=2, device=torch.device("cpu"))
+        found[rank] = judged(tmp_path / "two", teacher, max_disagreement=0.5, kept=kept, world=world)
+        assert teacher.asked == asked
+    assert found == {1: {}, 0: expected}
+    for name in ("train.arrow", "copies.arrow", "examples.json"):
+        assert (tmp_path / "two" / name).read_bytes() == (tmp_path / "alone" / name).read_bytes()
+
+
 # ---- dropping
 
 
@@ -168,6 +217,23 @@ def test_a_teacher_gives_the_models_probabilities_in_the_rows_order(tmp_path: Pa
             inputs = tokenizer(*rows[row], truncation="longest_first", max_length=tiny.MAX_TOKENS, return_tensors="pt")
             expected = model(**inputs).logits.softmax(dim=1)[0].numpy()
         np.testing.assert_allclose(found[row], expected, atol=0.02)  # bf16 where the processor has it
+
+
+def test_a_teacher_whose_window_is_no_multiple_of_eight_is_not_padded_over(tmp_path: Path) -> None:
+    folder = tiny.checkpoint(tmp_path / "teacher", tiny.lively(tiny.bert(max_position_embeddings=20)))
+    found = Teacher(folder, tiny.TASK, 512, "cpu").probabilities([("film " * 100,), ("film",)])
+    np.testing.assert_allclose(found.sum(axis=1), [1, 1], rtol=1e-5)
+
+
+@pytest.mark.parametrize(("rank", "device"), [(None, "cuda:0"), ("1", "cuda:1"), ("3", "cuda:1")])
+def test_processes_of_torchrun_judge_on_gpus_of_their_own(
+    rank: str | None, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    if rank is not None:
+        monkeypatch.setenv("LOCAL_RANK", rank)
+    assert (quality._own("cuda"), quality._own("cpu")) == (device, "cpu")
 
 
 # ---- examples
@@ -241,6 +307,17 @@ def test_perplexity_is_that_of_the_changed_texts(tmp_path: Path) -> None:
     assert found["copies"] == pytest.approx((1 / 0.9 / 0.1) ** 0.5, rel=1e-4)
     assert found["ratio"] == pytest.approx(found["copies"] / found["originals"])
     assert found["ratio_95"] == (pytest.approx(found["ratio"]), pytest.approx(found["ratio"]))
+
+
+def test_perplexity_is_computed_on_the_device_that_was_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = []
+    monkeypatch.setattr(quality, "resolve_device", lambda name: asked.append(name) or "cpu")
+    folder = written(tmp_path / "rows", [("film film", 1, 0, 0, 0), ("film plot", 1, 0, 1, 0)])
+    for name in ("cuda", "auto", "cpu"):
+        judged(folder, masked_lm=masked_lm(tmp_path / "model"), device=name)
+    assert asked == ["cuda", "auto", "cpu"]
 
 
 def test_of_a_pair_only_the_changed_text_counts(tmp_path: Path) -> None:

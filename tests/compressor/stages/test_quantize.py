@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,39 +13,85 @@ import onnx
 import pytest
 from onnx import numpy_helper
 
-from compressor import latency, machine
+from compressor import latency, machine, onnx_graph
 from compressor.artifact import Artifact
 from compressor.config import QuantizeConfig
-from compressor.errors import ArtifactError, GateError
+from compressor.errors import ArtifactError, ConfigError, GateError
 from compressor.stages.quantize import quantize, search
 from compressor.stages.quantize.calibration import Activation
-from compressor.stages.quantize.choice import Bounds, choose, speed
-from compressor.stages.quantize.scoring import latency_shapes
+from compressor.stages.quantize.candidates import CANDIDATES
+from compressor.stages.quantize.choice import Bounds, choose, evidence, slower_than_fp32, speed
+from compressor.stages.quantize.rewriting import products
+from compressor.stages.quantize.scoring import ExactPredictor, latency_shapes
 from compressor.stages.quantize.search import Host
-from compressor.stages.quantize.stage import refuse_broken, teacher_logits
+from compressor.stages.quantize.stage import teacher_logits
+from compressor.statistics import wilson
 from tests import tiny
 from tests.conftest import Line
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # ONNX Runtime's own
-BOUNDS = Bounds(max_metric_drop=0.005, max_label_flips=0.0)
+BOUNDS = Bounds(max_metric_drop=0.005, max_label_flips=0.0, min_agreement=0.97)
 
 
 def row(scheme: str, drop: float, ms: float, flips: float = 0.0, agreement: float = 0.99) -> dict[str, Any]:
     times = dict.fromkeys(("1x16", "1x32", "8x32"), ms)
     facts = {"scheme": scheme, "metric": "accuracy", "score": 0.9 - drop, "drop": drop, "flips": flips}
-    return {**facts, "agreement_fp32": agreement, "fp32_logit_difference": 0.1, "size_bytes": 10**6, "p50_ms": times}
+    facts |= {"agreement_fp32": agreement, "agreement_fp32_95": wilson(round(1000 * agreement), 1000), "rows": 1000}
+    return {**facts, "fp32_logit_difference": 0.1, "size_bytes": 10**6, "p50_ms": times}
 
 
 def test_the_fastest_within_the_bounds_wins() -> None:
     table = [row("fp32", 0, 10), row("per-row", 0, 6), row("static", 0.005, 3), row("static-entropy", 0.02, 1)]
     assert choose(table, BOUNDS) == "static"
-    assert choose(table, Bounds(max_metric_drop=0.004, max_label_flips=0.0)) == "per-row"
+    assert choose(table, replace(BOUNDS, max_metric_drop=0.004)) == "per-row"
 
 
 def test_a_candidate_whose_answers_depend_on_the_batch_does_not_win() -> None:
     table = [row("fp32", 0, 10), row("dynamic", 0, 1, flips=0.001), row("static", 0, 3)]
     assert choose(table, BOUNDS) == "static"
-    assert choose(table, Bounds(max_metric_drop=0.005, max_label_flips=0.001)) == "dynamic"
+    assert choose(table, replace(BOUNDS, max_label_flips=0.001)) == "dynamic"
+
+
+def test_a_candidate_that_answers_otherwise_than_fp32_does_not_win_if_the_rows_can_show_it() -> None:
+    table = [row("fp32", 0, 10), row("static", 0, 1, agreement=0.95), row("per-row", 0, 3)]
+    assert choose(table, BOUNDS) == "per-row"
+    table[1]["agreement_fp32_95"] = wilson(38, 40)
+    assert choose(table, BOUNDS) == "static"
+    del table[1]["agreement_fp32_95"]  # of a regression
+    assert choose(table, BOUNDS) == "static"
+
+
+def test_a_failing_agreement_is_named_with_its_bound() -> None:
+    table = [row("fp32", 0, 10), row("static", 0, 1, agreement=0.95)]
+    message = r"95\.00 % of answers are those of fp32 \(95 % interval 93\.\d+ to 96\.\d+\), the bound is 97\.00"
+    with pytest.raises(GateError, match=message):
+        choose(table, BOUNDS)
+
+
+def test_a_loss_is_told_with_its_rows_and_whether_they_can_show_it() -> None:
+    lost = {"metric": "accuracy", "rows": 200, "mcnemar_fp32": 0.5}
+    assert evidence(lost) == (
+        "200 validation rows (one is 0.50 points; McNemar's p = 0.5: they cannot tell it from chance)"
+    )
+    assert "p = 0.001: more than chance" in evidence(lost | {"mcnemar_fp32": 0.001})
+    assert evidence({"metric": "pearson", "rows": 200}) == "200 validation rows"
+
+
+def test_a_winner_that_is_slower_than_fp32_is_told() -> None:
+    table = [row("fp32", 0, 2), row("static", 0, 3)]
+    assert choose(table, BOUNDS) == "static"
+    assert slower_than_fp32(table, "static").startswith(
+        "static takes 1.50 times as long as fp32 on this machine, over all shapes (3.00 ms at 1x32 against 2.00 ms"
+    )
+    assert slower_than_fp32([row("fp32", 0, 3), row("static", 0, 2)], "static") == ""
+
+
+def test_a_model_too_short_for_the_usual_shape_is_told_with_another() -> None:
+    table = [row("fp32", 0, 10), row("static", 0.02, 3)]
+    for item in table:
+        item["p50_ms"] = {"1x16": 1.0}
+    with pytest.raises(GateError, match=r"1\.00 ms at 1x16"):
+        choose(table, BOUNDS)
 
 
 def test_of_equally_fast_ones_the_one_that_agrees_most_with_fp32_wins() -> None:
@@ -61,7 +108,8 @@ def test_speed_is_the_geometric_mean_of_all_shapes() -> None:
 def test_none_within_the_bounds_fails_with_the_table_and_the_nearest_miss() -> None:
     table = [row("fp32", 0, 10), row("dynamic", 0, 6, flips=0.02), row("static", 0.01, 3)]
     message = (
-        r"nearest miss is static: it loses 1\.00 points .* bound is 0\.50 \(quantize.max_metric_drop\), and 0\.00 % .*"
+        r"nearest miss is static: it loses 1\.00 points on 1000 validation rows .* bound is 0\.50 "
+        r"\(quantize.max_metric_drop\), 0\.00 % .*"
         r"fp32: accuracy 90\.00 .*; dynamic: accuracy 90\.00 .* 2\.00 % .*; static: accuracy 89\.00 .*; no luck"
     )
     with pytest.raises(GateError, match=message) as caught:
@@ -92,6 +140,19 @@ def test_without_vnni_weights_get_7_bits_and_a_foreign_target_is_warned_of() -> 
     assert Host("amx", "amx").warning() == ""
     assert "kind amx: times are not those of the target" in Host("avx2", "amx").warning()
     assert "products may saturate" in Host("amx", "avx2").warning()
+
+
+def test_unsigned_weights_have_8_bits_everywhere() -> None:
+    for host in (Host("avx2", "avx2"), Host("amx", "amx")):
+        assert host.bits(CANDIDATES["static-u8"]) == host.bits(CANDIDATES["per-row-u8"]) == 8
+    assert Host("avx2", "avx2").bits(CANDIDATES["static"]) == 7
+
+
+def test_answers_of_a_target_with_vnni_are_scored_without_saturation_where_there_is_none() -> None:
+    assert Host("amx", "avx2").predictor is Host("neon", "avx2").predictor is ExactPredictor
+    assert Host("avx2", "avx2").predictor is Host("amx", "amx").predictor is Host("avx2", "amx").predictor
+    assert Host("avx2", "amx").predictor is not ExactPredictor
+    assert "x64quantprecision and are those of the target" in Host("amx", "avx2").warning()
 
 
 @pytest.fixture
@@ -127,10 +188,9 @@ def settings(**changes: Any) -> QuantizeConfig:
     return QuantizeConfig(**({"candidates": ("static",), "calibration_rows": 8, "max_metric_drop": 0.1} | changes))
 
 
-@pytest.mark.usefixtures("hasty")
-def test_a_layer_that_saturates_fails_the_accuracy_gate_which_names_products(
-    line: Line, models: Artifact, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def saturated(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every layer, by ranges of activations that are far too narrow."""
     calibrate = search.calibrate
 
     def saturating(*arguments: Any) -> dict[str, Activation]:
@@ -141,6 +201,12 @@ def test_a_layer_that_saturates_fails_the_accuracy_gate_which_names_products(
         }
 
     monkeypatch.setattr(search, "calibrate", saturating)
+
+
+@pytest.mark.usefixtures("hasty", "saturated")
+def test_a_layer_that_saturates_fails_the_accuracy_gate_which_names_products(
+    line: Line, models: Artifact, tmp_path: Path
+) -> None:
     message = r"accuracy gate: no INT8 candidate .* bound is 5\.00 .*static less 1.*that do most harm in static: /l.*"
     with pytest.raises(GateError, match=message):
         run(settings(max_metric_drop=0.05, max_excluded=1), line, models, tmp_path / "int8")
@@ -155,7 +221,37 @@ def test_a_weight_that_is_no_number_fails_the_finite_gate_by_name(models: Artifa
     weight.CopyFrom(numpy_helper.from_array(values, weight.name))
     onnx.save(model, tmp_path / "model.onnx")
     with pytest.raises(GateError, match=f"finite gate: .*NaN or infinite.* in {weight.name}; the bound is 0"):
-        refuse_broken(tmp_path / "model.onnx")
+        onnx_graph.refuse_broken(tmp_path / "model.onnx")
+
+
+@pytest.mark.usefixtures("hasty", "saturated")
+def test_the_search_for_harmful_products_ends_in_time(
+    line: Line,
+    models: Artifact,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    graph = onnx.load(models.path / "student" / "model.onnx")
+    monkeypatch.setattr(search, "most_harmful", lambda *_, **__: [item.name for item in products(graph)])
+    monkeypatch.setattr(search, "EXCLUSION_S", 0.0)
+    with pytest.raises(GateError, match=r"static less 1.*do most harm in static: /") as caught:
+        run(settings(max_metric_drop=0.05, max_excluded=2), line, models, tmp_path / "int8")
+    assert "static less 2" not in str(caught.value)
+    assert "no more than 1 products of static in fp32: time is up" in caplog.text
+
+
+@pytest.mark.usefixtures("hasty")
+def test_unsigned_weights_are_for_targets_without_vnni(line: Line, models: Artifact, tmp_path: Path) -> None:
+    made = run(settings(candidates=("static-u8",), target_cpu="avx2"), line, models, tmp_path / "avx2")
+    assert (made.metrics["scheme"], made.metrics["weight_bits"]) == ("static-u8", 8)
+    assert onnx_graph.notes(made.path / "model.onnx")["weight_bits"] == "8"
+    made = run(settings(candidates=("static", "static-u8"), target_cpu="amx"), line, models, tmp_path / "amx")
+    assert [item["scheme"] for item in made.metrics["candidates"]] == ["fp32", "static"]
+    with pytest.raises(
+        ConfigError, match=r"candidates are per-row-u8, all for processors without VNNI, .*target is amx"
+    ):
+        run(settings(candidates=("per-row-u8",), target_cpu="amx"), line, models, tmp_path / "none")
 
 
 @pytest.mark.usefixtures("hasty")
@@ -166,6 +262,7 @@ def test_a_trimmed_vocabulary_is_used_by_every_file_of_the_folder(line: Line, mo
     assert json.loads((made.path / "config.json").read_text())["vocab_size"] == pieces
     assert len(json.loads((made.path / "tokenizer.json").read_text())["model"]["vocab"]) == pieces
     assert [item["scheme"] for item in made.metrics["candidates"]] == ["fp32", "fp32 trimmed", "static"]
+    assert made.metrics["vocabulary"]["unknown"] == made.metrics["vocabulary"]["unknown_before"] == 0
     assert made.metrics["candidates"][1]["agreement_fp32"] > 0.9
     assert made.metrics["size_by_part"]["int8"]["embeddings"] < 0.1 * made.metrics["size_by_part"]["fp32"]["embeddings"]
     assert (made.metrics["target_cpu"], made.metrics["weight_bits"]) == ("avx2", 7)
@@ -202,6 +299,11 @@ def test_the_latency_table_has_every_system_at_every_shape_the_model_takes(line:
         assert set(shapes) == {"1x16", "1x32", "8x32"}  # the tiny model has 64 positions
         assert all(0 < times["min_ms"] <= times["p50_ms"] for times in shapes.values())
     assert latency_shapes(line.run / "6-export" / "student") == [(1, 16), (1, 32), (8, 32)]
+
+
+def test_a_model_with_very_few_positions_is_timed_at_all_of_them(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"max_position_embeddings": 8}')
+    assert latency_shapes(tmp_path) == [(1, 8)]
 
 
 def test_teacher_logits_must_fit_the_rows(line: Line, tmp_path: Path) -> None:

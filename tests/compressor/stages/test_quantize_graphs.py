@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import time
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +13,11 @@ import onnx
 import pytest
 from onnx import TensorProto, numpy_helper
 
-from compressor import onnx_graph
+from compressor import machine, onnx_graph, progress
 from compressor.artifact import Artifact
 from compressor.checkpoints import load_tokenizer
 from compressor.dataset import Encoded, encode
+from compressor.errors import GateError
 from compressor.evaluate import OnnxPredictor
 from compressor.stages.quantize.calibration import BINS, Activation, calibrate, entropy_threshold, texts
 from compressor.stages.quantize.candidates import CANDIDATES, Dynamic, PerRow, Static
@@ -26,8 +30,8 @@ from compressor.stages.quantize.rewriting import (
     quantize_rows,
     smoothing,
 )
-from compressor.stages.quantize.scoring import logits_in_batches
-from compressor.stages.quantize.vocabulary import trim, used_pieces
+from compressor.stages.quantize.scoring import ExactPredictor, logits_in_batches
+from compressor.stages.quantize.vocabulary import in_any_text, trim, unknown_share, used_pieces
 from tests import tiny
 from tests.conftest import Line
 
@@ -134,7 +138,15 @@ def test_an_int8_graph_is_much_smaller_and_says_nearly_the_same(
 
 
 @pytest.mark.parametrize(
-    ("name", "exact"), [("static", True), ("static-smooth", True), ("per-row", True), ("dynamic", False)]
+    ("name", "exact"),
+    [
+        ("static", True),
+        ("static-smooth", True),
+        ("static-u8", True),
+        ("per-row", True),
+        ("per-row-u8", True),
+        ("dynamic", False),
+    ],
 )
 def test_a_row_gets_the_same_logits_in_any_batch_unless_the_scheme_is_dynamic(
     graphs: dict[str, Path], rows: dict[str, Encoded], name: str, exact: bool
@@ -158,6 +170,40 @@ def test_excluded_products_stay_in_fp32(teacher: Path, activations: Any, tmp_pat
 
 def test_notes_are_metadata_of_the_file(graphs: dict[str, Path]) -> None:
     assert {item.key: item.value for item in onnx.load(graphs["static"]).metadata_props}["made"] == "here"
+
+
+@pytest.mark.parametrize("candidate", [Static(), PerRow()])
+def test_unsigned_weights_are_the_signed_ones_around_128(
+    teacher: Path, activations: Any, rows: dict[str, Encoded], tmp_path: Path, candidate: Static | PerRow
+) -> None:
+    """And give the answers of signed ones on a processor with VNNI."""
+    found = {}
+    for weights in ("signed", "unsigned"):
+        graph = tmp_path / f"{weights}.onnx"
+        quantize_graph(teacher / "model.onnx", graph, replace(candidate, weights=weights), activations, weight_bits=8)
+        found[weights] = onnx_graph.constants(onnx.load(graph))
+    (name, *_) = (name for name in found["signed"] if name.endswith("MatMul.int8"))
+    assert found["unsigned"][name].dtype == np.uint8
+    np.testing.assert_array_equal(found["unsigned"][name].astype(int) - 128, found["signed"][name])
+    signed_NC, unsigned_NC, exact_NC = (
+        predictor(tmp_path / f"{weights}.onnx", threads=1)(rows["validation"].batch(np.arange(48)).inputs)
+        for predictor, weights in ((OnnxPredictor, "signed"), (OnnxPredictor, "unsigned"), (ExactPredictor, "signed"))
+    )
+    np.testing.assert_allclose(exact_NC, unsigned_NC, atol=1e-5)
+    if machine.int8_cpu() == "avx2":
+        assert np.abs(signed_NC - unsigned_NC).max() > 1e-3  # saturated
+    else:
+        np.testing.assert_allclose(signed_NC, unsigned_NC, atol=1e-5)
+
+
+def test_an_activation_that_is_no_number_fails_by_name(teacher: Path, rows: dict[str, Encoded], tmp_path: Path) -> None:
+    model = onnx.load(teacher / "model.onnx")
+    item = next(item for item in products(model) if item.name.endswith("feed_forward/down/MatMul"))
+    weight = next(one for one in model.graph.initializer if one.name == item.nodes[0].input[1])
+    weight.CopyFrom(numpy_helper.from_array(np.full_like(numpy_helper.to_array(weight), 3e38), weight.name))
+    onnx.save(model, tmp_path / "model.onnx")
+    with pytest.raises(GateError, match=r"finite gate: \S+, which the product /\S+ reads, .*NaN or infinite.* tokens"):
+        calibrate(tmp_path / "model.onnx", rows["train"], 4, 0)
 
 
 def test_7_bit_weights_are_smaller_than_64(teacher: Path, tmp_path: Path) -> None:
@@ -223,9 +269,16 @@ def test_smoothing_keeps_the_product_and_evens_both_sides() -> None:
 
 
 def test_the_product_that_does_most_harm_is_found(
-    teacher: Path, activations: Any, rows: dict[str, Encoded], tmp_path: Path
+    teacher: Path,
+    activations: Any,
+    rows: dict[str, Encoded],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     """A saturating layer: the range of one activation is a hundredth of what it was."""
+    monkeypatch.setattr(progress, "LINE_EVERY_S", -1.0)
+    caplog.set_level("INFO")
     item = next(
         item
         for item in products(onnx.load(teacher / "model.onnx"))
@@ -238,9 +291,14 @@ def test_the_product_that_does_most_harm_is_found(
         # With 8 bits all products saturate on a processor without VNNI, and another one may do most harm.
         quantize_graph(teacher / "model.onnx", target, Static(), seen, excluded=excluded, weight_bits=7)
 
-    found = next(most_harmful(teacher / "model.onnx", write, rows["train"], 1, tmp_path, 0))
-    assert found == (item.name,)
+    load, end_s = partial(OnnxPredictor, threads=1), time.monotonic() + 600
+    found = most_harmful(teacher / "model.onnx", write, load, rows["train"], tmp_path, 0, end_s=end_s)
+    assert found[0] == item.name
+    assert len(found) == DENSE
+    assert f"quantize leaves each product in fp32 once {DENSE}/{DENSE}" in caplog.text
     assert not list(tmp_path.iterdir())
+    assert len(most_harmful(teacher / "model.onnx", write, load, rows["train"], tmp_path, 0, end_s=0.0)) == 1
+    assert f"quantize tried 1 of {DENSE} products in the time" in caplog.text
 
 
 def test_dynamic_is_the_only_scheme_that_computes_ranges_of_a_batch(graphs: dict[str, Path]) -> None:
@@ -268,6 +326,25 @@ def test_a_trimmed_student_answers_the_same_to_texts_of_its_pieces(teacher: Path
     np.testing.assert_allclose(mine, theirs, atol=1e-5)
     lost = next(word for word in tiny.WORDS if tokenizer.vocab[word] not in kept)
     assert trimmed.tokenize(lost) == ["[UNK]"]
+
+
+@pytest.mark.parametrize("letter", ["a", "7", "é", "ß", "“", "—", "€", "。", "「", "×"])
+def test_characters_of_any_text_are_kept(letter: str) -> None:
+    assert in_any_text(letter)
+
+
+@pytest.mark.parametrize("letter", ["東", "П", "ا", "ㅏ"])
+def test_letters_of_other_scripts_are_kept_only_if_they_are_used(letter: str) -> None:
+    assert not in_any_text(letter)
+
+
+def test_pieces_that_are_unknown_are_counted(teacher: Path, tmp_path: Path) -> None:
+    tokenizer, few = load_tokenizer(teacher), tiny.encoded(tmp_path / "few", train=4)
+    assert unknown_share(tokenizer, few) == 0
+    inputs = few.batch(np.arange(4)).inputs
+    tokenizer.unk_token = tokenizer.convert_ids_to_tokens(int(inputs.input_ids_BS[0, 1]))
+    count = int((inputs.input_ids_BS == inputs.input_ids_BS[0, 1]).sum())
+    assert unknown_share(tokenizer, few) == count / inputs.mask_BS.sum()
 
 
 def test_pieces_of_more_text_are_kept(teacher: Path, tmp_path: Path) -> None:
