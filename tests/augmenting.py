@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -51,7 +51,7 @@ RECORDS: list[dict[str, Any]] = [
 
 def settings(copies: int = 3, **fields: Any) -> AugmentConfig:
     """Settings under which every word counts and is replaced half of the time."""
-    given = {"replace_probability": 0.5, "candidates": 5, "vectors": "x", "keep_names": False}
+    given: dict[str, Any] = {"replace_probability": 0.5, "candidates": 5, "vectors": "x", "keep_names": False}
     return AugmentConfig(copies=copies, **(given | fields))
 
 
@@ -93,7 +93,7 @@ def saved_masked_lm(folder: Path, pieces: Sequence[str] = PIECES, *, lowercase: 
     return str(folder)
 
 
-def glove(file: Path, vectors: dict[str, Sequence[float]] = VECTORS) -> str:
+def glove(file: Path, vectors: Mapping[str, Sequence[float]] = VECTORS) -> str:
     """A file in GloVe's text format."""
     lines = [" ".join([word, *(str(float(value)) for value in vector)]) for word, vector in vectors.items()]
     file.write_text("\n".join(lines) + "\n", encoding="utf-8")

@@ -135,12 +135,13 @@ def encoded(folder: Path, *, train: int = 64) -> Encoded:
 
 def finetuning(**changes: Any) -> FinetuneConfig:
     """Settings with which a fresh tiny BERT learns the rows."""
-    return FinetuneConfig(**({"base": "base", "epochs": 6.0, "learning_rate": 5e-3, "batch_size": 16} | changes))
+    given: dict[str, Any] = {"base": "base", "epochs": 6.0, "learning_rate": 5e-3, "batch_size": 16}
+    return FinetuneConfig(**(given | changes))
 
 
 def distilling(objective: str = "prediction", **changes: Any) -> DistillConfig:
     """Settings with which a tiny student learns from its teacher."""
-    given = {"objective": objective, "epochs": 2.0, "learning_rate": 3e-3, "batch_size": 16}
+    given: dict[str, Any] = {"objective": objective, "epochs": 2.0, "learning_rate": 3e-3, "batch_size": 16}
     return DistillConfig(**(given | changes))
 
 

@@ -122,7 +122,7 @@ def tiny_build(tmp_path_factory: pytest.TempPathFactory) -> TinyBuild:
 @pytest.fixture(scope="session")
 def tiny_server(tiny_build: TinyBuild) -> Iterator[TritonServer]:
     """A real Triton that serves the tiny build. One that dies is started again on its ports; `still_alive` tells."""
-    ports = {name: free_port() for name in ("http_port", "grpc_port", "metrics_port")}
+    ports: dict[str, Any] = {name: free_port() for name in ("http_port", "grpc_port", "metrics_port")}
     with TritonServer(tiny_build.repository, **ports) as server:
         yield server
 

@@ -13,7 +13,7 @@ from benchmarks.conditions import CONDITIONS
 from benchmarks.report import Table
 from benchmarks.show import show
 
-COMMANDS: dict[str, Any] = typer.main.get_command(app).commands
+COMMANDS: dict[str, Any] = vars(typer.main.get_command(app))["commands"]
 
 
 def test_all_commands_are_walked_over() -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from benchmarks import __main__ as command_line
-from benchmarks import compare, cost
+from benchmarks import baseline, compare, cost
 from benchmarks.local import Effort
 from benchmarks.runs import forms_of, open_run
 from compressor.errors import GateError, ModelError
@@ -70,9 +70,9 @@ def test_compare_gives_one_json_object_and_a_baseline(
     (tmp_path / "before.json").write_text(json.dumps(faster))
     monkeypatch.setattr(compare, "_measure_in_process", lambda *_: pytest.fail("measured before the baseline is read"))
     assert run(monkeypatch, "compare", *flags, "--baseline", str(tmp_path / "none.json")) == 1
-    found = compare.baseline.against_baseline(result, faster, file=tmp_path / "before.json", tolerance=0.1)
+    found = baseline.against_baseline(result, faster, file=tmp_path / "before.json", tolerance=0.1)
     with pytest.raises(GateError, match=r"1 of \d+ ratios regressed .* size of student_int8 against teacher_onnx"):
-        compare.baseline.check_baseline(found)
+        baseline.check_baseline(found)
 
 
 def check_in_process(result: dict[str, Any]) -> None:

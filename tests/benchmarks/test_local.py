@@ -51,16 +51,16 @@ def test_slow_and_fast_systems_read_the_same_texts_in_a_round(
         return System(predictor=predictor, size_bytes=1, encoded={"validation": encoded})
 
     calls = local.real_calls({"slow": system("slow", 0.02), "fast": system("fast", 0.0)}, batch, seed=0)
-    of_round = []
-    for number in range(2):
+
+    def read_in_round(number: int) -> set[tuple[int, ...]]:
         read["slow"].clear()
         read["fast"].clear()
-        replace(EFFORT, rounds=1).time_rounds(
-            lambda _, number=number: calls(number), 0, least=local.calls_of_a_round(batch)
-        )
-        assert {tuple(ids) for ids in read["fast"]} == {tuple(ids) for ids in read["slow"]}
-        of_round.append({tuple(ids) for ids in read["slow"]})
-    assert of_round[0] != of_round[1]
+        replace(EFFORT, rounds=1).time_rounds(lambda _: calls(number), 0, least=local.calls_of_a_round(batch))
+        slow, fast = ({tuple(ids) for ids in read[name]} for name in ("slow", "fast"))
+        assert fast == slow
+        return slow
+
+    assert read_in_round(0) != read_in_round(1)
 
 
 def test_a_round_s_median_is_of_its_own_calls() -> None:

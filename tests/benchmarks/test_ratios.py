@@ -5,7 +5,8 @@ from typing import Any
 import pytest
 
 from benchmarks import ratios
-from benchmarks.local import BERT_BASE, STUDENT, TEACHER
+from benchmarks.bert_base import BERT_BASE
+from benchmarks.local import STUDENT, TEACHER
 
 
 def system(p50: list[float], size: int, rates: list[float]) -> dict[str, Any]:

@@ -5,6 +5,7 @@ import pytest
 
 from benchmarks import report
 from benchmarks.report import Table, ratio
+from compressor import machine
 from compressor.errors import ArtifactError
 
 TABLE = Table("Sizes", ["system", "MB"], [["teacher", "90.0"], ["student", "9.5"]])
@@ -37,8 +38,8 @@ def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
 def test_other_work_counts_before_the_measurement_and_during_it(
     monkeypatch: pytest.MonkeyPatch, before: float, meanwhile: float, is_busy: bool
 ) -> None:
-    monkeypatch.setattr(report.machine, "in_use_percent", lambda: before)
-    monkeypatch.setattr(report.machine.OtherWork, "percent", lambda self: meanwhile)
+    monkeypatch.setattr(machine, "in_use_percent", lambda: before)
+    monkeypatch.setattr(machine.OtherWork, "percent", lambda self: meanwhile)
     result = report.context(report.Begun(), command="python -m benchmarks compare", seed=0, threads=1)
     assert result["machine_was_busy"] is is_busy
     said = f"other work used {before:.0f} % of the processor before and {meanwhile:.0f} % meanwhile"

@@ -237,4 +237,4 @@ def test_long_texts_are_made_of_the_real_ones() -> None:
     assert len({len(str(text).split()) for text in texts}) == 9
     pairs = soak._texts([("one two three", "four five")] * 300, is_pair=True, seed=0)
     assert [[len(side.split()) for side in pair] for pair in pairs[-3:]] == [[120] * 2, [250] * 2, [510] * 2]
-    assert {side.split()[0] for _, side in pairs} == {"four", "five"}
+    assert {pair[1].split()[0] for pair in pairs} == {"four", "five"}

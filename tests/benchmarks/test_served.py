@@ -11,6 +11,7 @@ from benchmarks.local import Effort
 from benchmarks.open_loop import Arrivals, Arrived
 from benchmarks.runs import open_run
 from compressor.tasks import TASKS
+from serving import Text
 from serving.errors import RepositoryError, ServingError, UnavailableError
 from serving.runtime import TritonServer
 from tests.benchmarks.conftest import TinyBuild
@@ -38,7 +39,7 @@ def test_a_load_without_any_answer_is_an_error() -> None:
 def test_models_take_turns_at_each_concurrency() -> None:
     sent: list[tuple[int, str, str]] = []
 
-    def send(load: Load, texts: Sequence[str]) -> Answered:
+    def send(load: Load, texts: Sequence[Text]) -> Answered:
         sent.append((load.concurrency, load.model, load.url))
         return Answered([1.0], [], 1.0)
 
@@ -66,7 +67,7 @@ def test_rates_are_shares_of_what_each_model_answers_and_slow_ones_are_asked_of_
 def test_models_take_turns_at_each_rate() -> None:
     sent: list[tuple[float, str]] = []
 
-    def send(load: Arrivals, texts: Sequence[str]) -> Arrived:
+    def send(load: Arrivals, texts: Sequence[Text]) -> Arrived:
         sent.append((load.rate_per_s, load.model))
         return Arrived([2.0, 4.0], [0.1, 0.3], [], 0.5)
 

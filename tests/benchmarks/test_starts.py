@@ -3,9 +3,9 @@
 import pytest
 
 from benchmarks import starts
-from benchmarks.runs import RUN_FILE
 from benchmarks.students import mean_of
 from compressor.errors import ArtifactError
+from compressor.pipeline import RUN_FILE
 from tests.benchmarks.conftest import TinyBuild
 from tests.conftest import Line
 

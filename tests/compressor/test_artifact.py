@@ -5,8 +5,10 @@ import json
 import os
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
 from compressor import artifact
 from compressor.artifact import BEGUN, CHECKPOINT, MANIFEST, Artifact
@@ -294,7 +296,7 @@ def test_key_is_the_same_for_equal_settings_in_any_order():
     "change", [{"kind": "other"}, {"section": {"a": 2}}, {"parents": {"x": "2"}}, {"sources": {"s": "other"}}]
 )
 def test_key_changes_with_everything_that_matters(change):
-    given = {"kind": "thing", "section": {"a": 1}, "parents": {"x": "1"}, "sources": {"s": "hash"}}
+    given: dict[str, Any] = {"kind": "thing", "section": {"a": 1}, "parents": {"x": "1"}, "sources": {"s": "hash"}}
     assert artifact.key(**given) != artifact.key(**given | change)
 
 
@@ -366,7 +368,7 @@ def test_a_stage_for_one_process_is_refused_among_several(out, monkeypatch):
 
 def test_processes_that_share_no_disk_are_told(out, monkeypatch):
     monkeypatch.setattr(artifact, "SHARED_PATIENCE_S", 0.2)
-    leader, other = (World(rank=rank, device=None) for rank in (0, 1))
+    leader, other = (World(rank=rank, device=torch.device("cpu")) for rank in (0, 1))
     with pytest.raises(
         ArtifactError, match=r"process 1 does not see .*1-thing as process 0 wrote it; all machines must"
     ):

@@ -205,7 +205,8 @@ def test_a_broken_config_is_refused_in_one_sentence(tmp_path: Path) -> None:
     [({"layers": 2}, "num_hidden_layers 2; .* asks for 1"), ({"hidden": 32}, "hidden_size 32; .* asks for 16")],
 )
 def test_a_general_student_of_another_shape_is_refused(tmp_path: Path, made: dict[str, int], message: str) -> None:
-    folder = tiny.checkpoint(tmp_path / "general", tiny.bert(**({"layers": 1, "hidden": 16} | made)))
+    shape: dict[str, Any] = {"layers": 1, "hidden": 16} | made
+    folder = tiny.checkpoint(tmp_path / "general", tiny.bert(**shape))
     with pytest.raises(ModelError, match=message):
         general(folder)
 

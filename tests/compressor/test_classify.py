@@ -177,7 +177,7 @@ def test_a_frame_may_hold_anything_but_where_its_texts_should_be() -> None:
 def test_a_real_server_answers_a_file(tmp_path: Path, protocol: str) -> None:
     write(tiny_model(tmp_path / "model"), tmp_path / "repository")
     write(score_model(tmp_path / "score"), tmp_path / "repository")
-    ports = {name: free_port() for name in ("http_port", "grpc_port", "metrics_port")}
+    ports: dict[str, Any] = {name: free_port() for name in ("http_port", "grpc_port", "metrics_port")}
     rows = [{"a": "good film", "b": "bad"}, {"a": "", "b": "good"}, {"a": "bad bad", "b": "good"}] * 30
     tables.write(tmp_path / "in.parquet", rows)
     with TritonServer(tmp_path / "repository", **ports) as server:

@@ -10,6 +10,7 @@ import sys
 import warnings
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner
@@ -29,8 +30,9 @@ STAGES = 8
 @pytest.fixture
 def invoke(monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
     """Run a command in this process, which has the libraries loaded, and give what it prints; errors are raised."""
-    monkeypatch.setitem(latency.time_in_turns.__kwdefaults__, "rounds", 1)
-    monkeypatch.setitem(latency.time_in_turns.__kwdefaults__, "turn_s", 0.0)
+    defaults: Any = latency.time_in_turns.__kwdefaults__
+    monkeypatch.setitem(defaults, "rounds", 1)
+    monkeypatch.setitem(defaults, "turn_s", 0.0)
 
     def run(*arguments: object) -> str:
         with warnings.catch_warnings():
@@ -253,7 +255,12 @@ def test_what_is_published_is_verified_on_demand(
     line: Line, tmp_path: Path, invoke: Callable[..., str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[tuple[Path, str]] = []
-    monkeypatch.setattr("serving.online.verify_served", lambda root, url: asked.append((root, url)) or [])
+
+    def verified(root: Path, url: str) -> list[Any]:
+        asked.append((root, url))
+        return []
+
+    monkeypatch.setattr("serving.online.verify_served", verified)
     root, parents = tmp_path / "repository", {"corpus": "1-corpus", "onnx": "6-export", "int8": "7-quantize"}
     given = [part for role, step in parents.items() for part in (f"--{role}", line.run / step)]
     common = ("publish", "--recipe", line.recipe, *given, "--repository", root, "--verify", "--out")

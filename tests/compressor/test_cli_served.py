@@ -93,6 +93,7 @@ def test_the_page_asks_the_server_for_both(server: Server, line: Line) -> None:
     page = f"http://127.0.0.1:{free_port()}/"
     program = tiny.command("ui", "--url", server.grpc, "--run", line.run, "--port", page[:-1].rpartition(":")[2])
     with subprocess.Popen(program, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdout is not None
         assert process.stdout.readline().decode() == f"page {page}; stop with Ctrl-C\n"
         text = Request(f"{page}classify", b'{"texts": ["a superb film"]}', {"Content-Type": "application/json"})
         with urlopen(text, timeout=20) as first, urlopen(f"{page}disagreements", timeout=60) as second:

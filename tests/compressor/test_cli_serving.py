@@ -4,6 +4,7 @@ import json
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import onnx
 import pytest
@@ -35,7 +36,7 @@ def test_a_sound_repository_passes_and_a_damaged_one_fails_with_its_faults(
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TritonServer]:
     """A server of a tiny model."""
-    ports = {name: free_port() for name in ("http_port", "grpc_port", "metrics_port")}
+    ports: dict[str, Any] = {name: free_port() for name in ("http_port", "grpc_port", "metrics_port")}
     with TritonServer(published(tmp_path_factory.mktemp("cli")), **ports) as started:
         yield started
 

@@ -1,11 +1,14 @@
 """Raw times and their percentiles."""
 
 import time
+from functools import partial
+from typing import Any
 
 import numpy as np
 import pytest
 
-from compressor.latency import shaped_call, summary, time_in_turns
+from compressor.dataset import Inputs
+from compressor.latency import Call, shaped_call, summary, time_in_turns
 
 
 def test_percentiles_are_those_of_the_raw_times() -> None:
@@ -30,9 +33,19 @@ def test_stopwatch_measures_a_known_delay() -> None:
     assert min(times) < 25.0  # the fastest: others may have waited for a busy machine
 
 
+def heard_call(heard: list[str], name: str, delay_s: float) -> Call:
+    """A call that takes a while and leaves its name in `heard`."""
+
+    def call() -> None:
+        heard.append(name)
+        time.sleep(delay_s)
+
+    return call
+
+
 def test_systems_take_turns_and_unmeasured_calls_come_first() -> None:
     heard: list[str] = []
-    calls = {name: lambda name=name: (heard.append(name), time.sleep(0.005)) for name in ("first", "second")}
+    calls = {name: heard_call(heard, name, 0.005) for name in ("first", "second")}
     times = time_in_turns(calls, rounds=2, turn_s=0.06, seed=0)
     turns = [name for place, name in enumerate(heard) if place == 0 or heard[place - 1] != name]
     assert len(turns) in (3, 4)  # two rounds of two; the last of one may be the first of the next
@@ -40,25 +53,29 @@ def test_systems_take_turns_and_unmeasured_calls_come_first() -> None:
 
 
 def test_a_slow_call_is_warmed_up_once() -> None:
-    heard: list[int] = []
-    times = time_in_turns({"slow": lambda: (heard.append(0), time.sleep(0.02))}, rounds=1, turn_s=0.01, seed=0)
+    heard: list[str] = []
+    times = time_in_turns({"slow": heard_call(heard, "slow", 0.02)}, rounds=1, turn_s=0.01, seed=0)
     assert len(heard) == len(times["slow"]) + 1
 
 
 def test_order_of_turns_depends_on_the_seed_alone() -> None:
     def order(seed: int) -> list[str]:
         heard: list[str] = []
-        time_in_turns({name: lambda name=name: heard.append(name) for name in "ab"}, rounds=4, turn_s=0.0, seed=seed)
+        time_in_turns({name: partial(heard.append, name) for name in "ab"}, rounds=4, turn_s=0.0, seed=seed)
         return heard
 
     assert order(1) == order(1)
 
 
 def test_shaped_call_gives_rows_of_real_tokens_every_time_the_same():
-    seen = []
-    call = shaped_call(seen.append, 2, 7, vocabulary=50)
+    seen: list[Inputs] = []
+
+    def predictor(inputs: Inputs) -> Any:
+        seen.append(inputs)
+
+    call = shaped_call(predictor, 2, 7, vocabulary=50)
     call()
-    shaped_call(seen.append, 2, 7, vocabulary=50)()
+    shaped_call(predictor, 2, 7, vocabulary=50)()
     (ids_BS, segment_BS, mask_BS), (again_BS, _, _) = seen
     assert ids_BS.shape == (2, 7)
     assert mask_BS.all()

@@ -221,7 +221,7 @@ def test_intermediate_loss_is_the_reference(normalisation):
         normalisation=normalisation,
     )
     assert set(terms) == {"embedding", "hidden", "attention"}
-    expected = [reference_hidden(*pair, mask, published) for pair in hidden]
+    expected = [reference_hidden(mine, theirs, mask, published) for mine, theirs in hidden]
     close(terms["embedding"], expected[0])
     close(terms["hidden"], expected[1] + expected[2])
     maps = [(reference_scores(q, k, 2), reference_scores(their_q, their_k, 2)) for q, k, their_q, their_k in inner]
@@ -313,19 +313,19 @@ def test_temperature_divides_both_logits():
 
 def golden_losses() -> dict[str, float]:
     """What `tests/golden/losses.json` holds."""
-    states = [wave(2, 5, 4, phase=phase) for phase in (0.0, 0.5)]
-    maps = [wave(2, 3, 5, 5, phase=phase) for phase in (1.0, 1.5)]
-    logits = [wave(4, 3, phase=phase) for phase in (2.0, 2.5)]
+    states, their_states = (wave(2, 5, 4, phase=phase) for phase in (0.0, 0.5))
+    maps, their_maps = (wave(2, 3, 5, 5, phase=phase) for phase in (1.0, 1.5))
+    logits, their_logits = (wave(4, 3, phase=phase) for phase in (2.0, 2.5))
     return {
-        "hidden": hidden_loss(*states, MASK_BS).item(),
-        "hidden_published": hidden_loss(*states, MASK_BS, "published").item(),
-        "attention": attention_loss(*maps, MASK_BS).item(),
-        "attention_published": attention_loss(*maps, MASK_BS, "published").item(),
-        "relation": relation_loss(*states, MASK_BS, 2).item(),
-        "soft_cross_entropy": soft_cross_entropy(*logits).item(),
-        "soft_cross_entropy_published": soft_cross_entropy(*logits, 1.0, "published").item(),
-        "soft_cross_entropy_at_temperature_2": soft_cross_entropy(*logits, 2.0).item(),
-        "score": score_loss(logits[0][:, :1], logits[1][:, :1]).item(),
+        "hidden": hidden_loss(states, their_states, MASK_BS).item(),
+        "hidden_published": hidden_loss(states, their_states, MASK_BS, "published").item(),
+        "attention": attention_loss(maps, their_maps, MASK_BS).item(),
+        "attention_published": attention_loss(maps, their_maps, MASK_BS, "published").item(),
+        "relation": relation_loss(states, their_states, MASK_BS, 2).item(),
+        "soft_cross_entropy": soft_cross_entropy(logits, their_logits).item(),
+        "soft_cross_entropy_published": soft_cross_entropy(logits, their_logits, 1.0, "published").item(),
+        "soft_cross_entropy_at_temperature_2": soft_cross_entropy(logits, their_logits, 2.0).item(),
+        "score": score_loss(logits[:, :1], their_logits[:, :1]).item(),
     }
 
 

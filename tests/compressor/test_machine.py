@@ -33,7 +33,7 @@ def test_a_system_that_lists_no_flags_has_the_kind_of_its_architecture(
     monkeypatch: pytest.MonkeyPatch, name: str, kind: str
 ) -> None:
     monkeypatch.setattr(machine, "fingerprint", lambda: {"cpu_flags": []})
-    monkeypatch.setattr(machine.platform, "machine", lambda: name)
+    monkeypatch.setattr("compressor.machine.platform.machine", lambda: name)
     assert machine.int8_cpu() == kind
 
 
@@ -41,8 +41,8 @@ def test_other_work_is_the_rest_as_a_share_of_all_cores(monkeypatch: pytest.Monk
     seconds = {"all": 100.0, "own": 10.0, "clock": 0.0}
     monkeypatch.setattr(machine, "_all_work_s", lambda: seconds["all"])
     monkeypatch.setattr(machine, "_own_work_s", lambda: seconds["own"])
-    monkeypatch.setattr(machine.time, "monotonic", lambda: seconds["clock"])
-    monkeypatch.setattr(machine.psutil, "cpu_count", lambda: 4)
+    monkeypatch.setattr(time, "monotonic", lambda: seconds["clock"])
+    monkeypatch.setattr("compressor.machine.psutil.cpu_count", lambda: 4)
     other = machine.OtherWork()
     seconds |= {"all": 115.0, "own": 17.0, "clock": 10.0}
     assert other.percent() == pytest.approx(100 * 8 / 40)  # 15 s were worked, 7 of them here, of 4 x 10

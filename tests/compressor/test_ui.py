@@ -54,7 +54,8 @@ def a_run() -> Run:
 
 def comparison(**changes: Any) -> Comparison:
     clients = {TEACHER: client(TEACHER_SAYS), STUDENT: client(STUDENT_SAYS)}
-    return Comparison(**({"name": "sst2", "clients": clients, "run": a_run()} | changes))
+    given: dict[str, Any] = {"name": "sst2", "clients": clients, "run": a_run()}
+    return Comparison(**(given | changes))
 
 
 @contextmanager
@@ -128,9 +129,9 @@ def test_disagreements_come_surest_first_with_who_is_right(server: PageServer) -
 
 
 def test_the_validation_set_is_asked_at_the_first_look_and_once() -> None:
-    compared = comparison()
-    with serving(compared) as server:
-        asked = [client.calls for client in compared.clients.values()]
+    clients = {TEACHER: client(TEACHER_SAYS), STUDENT: client(STUDENT_SAYS)}
+    with serving(comparison(clients=clients)) as server:
+        asked = [client.calls for client in clients.values()]
         call(server, "GET", "/")
         assert asked == [[], []]
         looks = [call(server, "GET", "/disagreements")[2] for _ in range(2)]
@@ -298,13 +299,14 @@ def test_a_typed_text_waits_for_one_part_of_the_validation_set() -> None:
 
     many = 8 * CHUNK
     run = Run(task=TASKS["sst2"], size_bytes={}, texts=[("a",)] * many, label_N=np.zeros(many, dtype=int))
-    compared = comparison(clients={TEACHER: FakeClient(answer), STUDENT: FakeClient(answer)}, run=run)
+    clients = {TEACHER: FakeClient(answer), STUDENT: FakeClient(answer)}
+    compared = comparison(clients=clients, run=run)
     look = threading.Thread(target=compared.disagreements)
     look.start()
     begun.wait()
     compared.classify(["typed"])
     look.join()
-    calls = [texts[0] for client in compared.clients.values() for texts in client.calls]
+    calls = [texts[0] for client in clients.values() for texts in client.calls]
     assert calls.index("typed") <= 2
 
 

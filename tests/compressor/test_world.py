@@ -202,7 +202,10 @@ def test_a_killed_process_ends_the_run_with_its_signal() -> None:
 def torchrun(folder: Path, mode: str) -> list[subprocess.Popen[str]]:
     """Agents of two machines (both this one), each with one process that runs this file as a program."""
     agent = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=1", "--rdzv-backend=c10d"]
-    meeting, program = f"--rdzv-endpoint=127.0.0.1:{free_port()}", ["-m", "tests.compressor.test_world", mode, folder]
+    meeting, program = (
+        f"--rdzv-endpoint=127.0.0.1:{free_port()}",
+        ["-m", "tests.compressor.test_world", mode, str(folder)],
+    )
     pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     return [
         subprocess.Popen(
@@ -243,7 +246,7 @@ def test_one_of_torchrun_s_processes_ends_them_all(tmp_path: Path, mode: str, se
 @pytest.mark.slow
 def test_one_process_may_work_alone_for_longer_than_the_others_wait_at_a_step(tmp_path: Path) -> None:
     meeting = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    program = [sys.executable, "-m", "tests.compressor.test_world", "alone", tmp_path]
+    program = [sys.executable, "-m", "tests.compressor.test_world", "alone", str(tmp_path)]
     pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     codes, out, err = ended(
         [
@@ -258,7 +261,7 @@ def test_one_process_may_work_alone_for_longer_than_the_others_wait_at_a_step(tm
 
 def work_alone(folder: Path) -> None:
     """What two processes do: the leader keeps the other waiting, who has no such patience at a step."""
-    training.PATIENCE = timedelta(seconds=3)
+    vars(training).update(PATIENCE=timedelta(seconds=3))
     (folder / os.environ["RANK"]).touch()
     while len(list(folder.iterdir())) < 2:  # both are awake
         time.sleep(0.1)

@@ -17,7 +17,7 @@ from google.protobuf import json_format
 from onnx import TensorProto, helper, numpy_helper
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors
 
-from serving import ServedModel, TritonServer, free_port, triton, versions, write
+from serving import Classification, Client, ServedModel, Text, TritonServer, free_port, triton, versions, write
 
 LABELS = ("negative", "positive")
 WORDS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "good", "bad", "fine", "film", "é")
@@ -272,6 +272,13 @@ def answers(entry: Any, *requests: Any) -> list[Any]:
         str(response.error) if response.error else response.outputs["LABEL"][:, 0].tolist()
         for response in entry.execute(list(requests))
     ]
+
+
+def classification(client: Client, text: Text) -> Classification:
+    """Return the answer to a text of a model that has labels."""
+    (answer,) = client.classify([text])
+    assert isinstance(answer, Classification)
+    return answer
 
 
 Served = tuple[TritonServer, Any, Path]

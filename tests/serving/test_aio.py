@@ -24,6 +24,7 @@ from serving import (
 )
 from serving.aio import IN_FLIGHT, AsyncClient
 from serving.transport import Answered, ModelFacts, Served
+from tests.serving.conftest import classification
 
 
 @pytest.fixture(scope="module")
@@ -274,5 +275,5 @@ def test_retries_bridge_the_restart_of_a_server(server: TritonServer) -> None:
 
     assert asyncio.run(bridge()) == ["positive"] * 3
     with Client(server.grpc_url, retries=8) as client:
-        assert client.classify(["bad"])[0].label == "negative"
+        assert classification(client, "bad").label == "negative"
     assert len(server.deaths()) == 1

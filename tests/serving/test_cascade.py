@@ -14,12 +14,24 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from serving import Client, ModelError, RequestError, SmokeError, TritonServer, UnavailableError, contents, read, write
+from serving import (
+    Classification,
+    Client,
+    ModelError,
+    RequestError,
+    SmokeError,
+    TritonServer,
+    UnavailableError,
+    contents,
+    read,
+    write,
+)
 from serving.cascade import Cascade, cascade_answers, choose_threshold
 from serving.contents import files_of
 from serving.online import stored_answers, verify_served
 from serving.operations import deploy, rollback
 from serving.verify import verify
+from tests.serving.conftest import classification
 
 
 def rows(*probabilities: float) -> list[dict[str, float]]:
@@ -93,6 +105,7 @@ def test_each_row_is_answered_by_who_must(served: tuple[TritonServer, Any]) -> N
         assert [a is e for a, e in zip(own, expected, strict=True)] == [True, False, True, True, True, False, True]
         answers = [*client.classify(texts[:4]), *client.classify(texts[4:])]
         for answer, wanted in zip(answers, expected, strict=True):
+            assert isinstance(answer, Classification)
             assert answer.probabilities == pytest.approx(wanted, abs=1e-6)
             assert answer.label == max(wanted, key=lambda name: wanted[name])
         with pytest.raises(RequestError, match="TEXT is empty"):
@@ -192,7 +205,7 @@ def test_a_cascade_whose_model_has_other_labels_now_says_so(kit: Any, tmp_path: 
     expected = publish(kit, tmp_path, 1)
     onnx = kit.write_graph(tmp_path / "other.onnx", weights=np.pad(kit.WEIGHTS, ((0, 0), (0, len(labels) - 2))))
     with TritonServer(root, **kit.ports()) as server, Client(server.grpc_url, model="sst2_cascade") as client:
-        assert client.classify(["good"])[0].label == "positive"
+        assert classification(client, "good").label == "positive"
         write(kit.tiny_model(tmp_path / "model", labels=labels, onnx=onnx), root)
         deploy(server.control, "sst2")
         with pytest.raises(

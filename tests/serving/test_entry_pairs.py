@@ -56,11 +56,11 @@ def test_long_pairs_are_tokenised_as_if_they_were_whole(
     reader.enable_truncation(max_tokens)
     pairs.tokenizer, pairs.max_tokens = reader, max_tokens
     some = st.lists(st.sampled_from(PIECES), min_size=1, max_size=30).map("".join)
-    pair = tuple(data.draw(some) * data.draw(st.integers(1, 9)) for _ in range(2))
-    (whole,), (cut,) = reader.encode_batch_fast([pair]), pairs.tokenise([[pair[0]], [pair[1]]])
+    first, second = (data.draw(some) * data.draw(st.integers(1, 9)) for _ in range(2))
+    (whole,), (cut,) = reader.encode_batch_fast([(first, second)]), pairs.tokenise([[first], [second]])
     assert (cut.ids, cut.type_ids, cut.sequence_ids) == (whole.ids, whole.type_ids, whole.sequence_ids)
     assert bool(cut.overflowing) == bool(whole.overflowing)
-    assert shorten(pair, reader, max_tokens) == pairs.shorten(pair)
+    assert shorten((first, second), reader, max_tokens) == pairs.shorten((first, second))
 
 
 def test_pair_of_the_longest_texts_is_answered_at_once(kit: Any, pairs: Any) -> None:

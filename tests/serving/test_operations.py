@@ -34,7 +34,7 @@ from serving.cascade import Cascade
 from serving.control import Control, find_control
 from serving.operations import deploy, rollback, status
 from serving.verify import verify
-from tests.serving.conftest import Served, publish
+from tests.serving.conftest import Served, classification, publish
 
 pytestmark = pytest.mark.triton
 
@@ -49,7 +49,7 @@ def load(server: TritonServer) -> Iterator[list[float]]:
         url = server.grpc_url if protocol == "grpc" else server.http_url
         with Client(url, protocol=protocol) as client:
             while not end.is_set():
-                (answer,) = client.classify(["good"])
+                answer = classification(client, "good")
                 assert answer.label == "positive"
                 scores.append(answer.score)
 
@@ -170,7 +170,8 @@ def test_a_load_that_fails_leaves_the_old_version_on_disk_and_server(
 ) -> None:
     server, kit, folder = served
     before, root = server.control.live("sst2"), folder / "repository"
-    version, load_model, failed = publish(kit, folder, 0.65), Control.load, []
+    version, load_model = publish(kit, folder, 0.65), Control.load
+    failed: list[str] = []
 
     def fail_once(control: Control, model: str) -> None:
         if model == at and not failed:
@@ -301,7 +302,7 @@ def test_a_damaged_version_is_refused_before_it_is_loaded(served: Served) -> Non
         deploy(server.control, "sst2")
     assert server.control.live("sst2") == before
     with Client(server.grpc_url) as client:
-        assert client.classify(["good"])[0].label == "positive"
+        assert classification(client, "good").label == "positive"
 
 
 def test_a_version_that_does_not_load_leaves_the_old_one(served: Served) -> None:
@@ -315,9 +316,9 @@ def test_a_version_that_does_not_load_leaves_the_old_one(served: Served) -> None
     # Nor does a load balancer take the server for one that is not ready.
     with urllib.request.urlopen(f"http://{server.http_url}/v2/health/ready") as health:
         assert health.status == 200
-    for url, protocol in ((server.grpc_url, "grpc"), (server.http_url, "http")):
-        with Client(url, protocol=protocol) as client:
-            assert client.is_ready()
+    with Client(server.grpc_url) as client, Client(server.http_url, protocol="http") as other:
+        assert client.is_ready()
+        assert other.is_ready()
     server.wait_ready(5)
 
 
@@ -327,6 +328,7 @@ def test_an_older_version_that_is_not_fit_any_more_is_not_gone_back_to(served: S
     older, model = server.control.live("sst2"), folder / "repository" / "sst2"
     version = publish(kit, folder, 0.45)
     assert deploy(server.control, "sst2").after == version
+    error: type[ServingError]
     if fault == "does not load":
         name, error, reason = "model.py", RequestError, "no such model"
         raw = b"raise RuntimeError('no such model')\n"
@@ -362,7 +364,8 @@ def test_a_rollback_whose_last_load_fails_changes_nothing(
     older, root = server.control.live("sst2"), folder / "repository"
     version = publish(kit, folder, 0.95, max_batch_size=3)
     assert deploy(server.control, "sst2").after == version
-    load_model, failed = Control.load, []
+    load_model = Control.load
+    failed: list[str] = []
 
     def fail_once(control: Control, model: str) -> None:
         if model == at and not failed:

@@ -2,6 +2,7 @@
 
 import os
 import resource
+import shutil
 import subprocess
 import sys
 import threading
@@ -153,7 +154,7 @@ def test_interrupted_publication_is_completed(
     second = make_model(onnx=kit.write_graph(tmp_path / "other.onnx", weights=kit.WEIGHTS * 2))
     write(second, root)
     # As if the process had been killed between the two renames.
-    versions.shutil.rmtree(root / "sst2" / "2")
+    shutil.rmtree(root / "sst2" / "2")
     (root / "sst2" / ".partial-sst2-x").mkdir()
     with pytest.raises(RepositoryError, match="sst2 is at version 1 but sst2_student at 2"):
         read(root)
@@ -222,7 +223,7 @@ def test_missing_and_empty_repositories_name_the_remedy(root: Path, make: str, m
 @pytest.mark.parametrize("damage", ["version", "manifest.json", "entry", "warmup", "partial"])
 def test_damage_is_named(make_model: Callable[..., ServedModel], root: Path, damage: str) -> None:
     write(make_model(), root)
-    remove = versions.shutil.rmtree
+    remove = shutil.rmtree
     match damage:
         case "version":
             remove(root / "sst2" / "1")
@@ -254,14 +255,14 @@ def test_full_disk_leaves_what_was_there(
     if again:
         write(make_model(), root)
     before = tree(root)
-    copy = versions.shutil.copyfile
+    copy = shutil.copyfile
 
     def copyfile(source: Path, target: Path) -> None:
         copy(source, target)
         if target.name == failing:
             raise OSError(28, "No space left on device", str(target))
 
-    monkeypatch.setattr(versions.shutil, "copyfile", copyfile)
+    monkeypatch.setattr(shutil, "copyfile", copyfile)
     with pytest.raises(RepositoryError, match=rf"cannot write .*: No space left on device \(.*{failing}\); free space"):
         write(make_model(instances=2), root)
     assert tree(root) == before

@@ -59,13 +59,13 @@ def test_missing_repository_is_refused(tmp_path: Path) -> None:
 
 
 def test_missing_server_names_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(wheel.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr("serving.wheel.importlib.util.find_spec", lambda name: None)
     with pytest.raises(StartError, match=r"not installed; pip install 'compressor\[serve\]'"):
         TritonServer(tmp_path).start()
 
 
 def test_missing_python_library_names_the_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(wheel.sysconfig, "get_config_var", lambda name: str(tmp_path))
+    monkeypatch.setattr("serving.wheel.sysconfig.get_config_var", lambda name: str(tmp_path))
     monkeypatch.setattr(wheel, "_LIBRARY_FOLDERS", ())
     minor = f"3.{sys.version_info.minor}"
     with pytest.raises(
@@ -78,7 +78,7 @@ def test_unknown_python_names_the_known_ones(monkeypatch: pytest.MonkeyPatch) ->
     class Version:
         major, minor = 3, 99
 
-    monkeypatch.setattr(wheel.sys, "version_info", Version)
+    monkeypatch.setattr("serving.wheel.sys.version_info", Version)
     with pytest.raises(StartError, match=r"this is Python 3.99, but .* models with 3.10, 3.11"):
         wheel.find_wheel()
 

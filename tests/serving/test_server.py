@@ -18,6 +18,7 @@ import pytest
 from serving import Client, Queue, RequestError, ServedModel, ServingError, TritonServer, read, write
 from serving.aio import AsyncClient
 from serving.operations import deploy, rollback
+from tests.serving.conftest import classification
 
 pytestmark = pytest.mark.triton
 protocols = pytest.mark.parametrize("protocol", ["http", "grpc"])
@@ -54,7 +55,7 @@ def test_answers_are_consistent_for_every_batch_size(server: TritonServer, proto
     with client_of(server, protocol) as client:
         assert client.is_ready()
         assert client.labels == ("negative", "positive")
-        alone = [client.classify([text])[0] for text in texts]
+        alone = [classification(client, text) for text in texts]
         for answer, text in zip(alone, texts, strict=True):
             assert answer.text == text
             assert tuple(answer.probabilities) == client.labels
@@ -84,7 +85,7 @@ def test_bad_text_is_refused_with_its_reason(server: TritonServer, protocol: Pro
     with client_of(server, protocol) as client:
         with pytest.raises(RequestError, match=rf"refused the request: TEXT .*{message}"):
             client.classify([text])
-        assert client.classify(["good"])[0].label == "positive"
+        assert classification(client, "good").label == "positive"
 
 
 def test_bad_text_among_many_is_found(server: TritonServer) -> None:
@@ -107,7 +108,7 @@ def test_bad_requests_do_not_hurt_their_neighbours(server: TritonServer, protoco
             for _ in range(5):
                 barrier.wait(20)
                 try:
-                    found.append((index, client.classify([texts[index]])[0].label))
+                    found.append((index, classification(client, texts[index]).label))
                 except RequestError:
                     found.append((index, "refused"))
 
@@ -209,7 +210,7 @@ def test_student_answers_logits(server: TritonServer) -> None:
 @protocols
 def test_teacher_answers_beside_the_student(server: TritonServer, protocol: Protocol) -> None:
     with client_of(server, protocol) as student, client_of(server, protocol, model="sst2_teacher") as teacher:
-        assert teacher.classify(["good"])[0].score > student.classify(["good"])[0].score
+        assert classification(teacher, "good").score > classification(student, "good").score
 
 
 @protocols

@@ -28,7 +28,7 @@ from serving import (
     supervisor,
     write,
 )
-from tests.serving.conftest import regions, wait_until
+from tests.serving.conftest import classification, regions, wait_until
 
 
 def processes(server: TritonServer) -> dict[int, str]:
@@ -53,7 +53,7 @@ class Load:
         with Client(self.server.grpc_url, timeout_s=10) as client:
             while not self.end.is_set():
                 try:
-                    self.answers.append(client.classify(["good film"])[0].label)
+                    self.answers.append(classification(client, "good film").label)
                 except ServingError as error:
                     self.failures.append(error)
                     wait_until(client.is_ready)

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tritonclient.grpc import model_config_pb2 as pb
 
 from serving import ModelError, Queue, RepositoryError, ServedModel, triton
 from serving.sources import Source
@@ -164,9 +165,7 @@ def test_teacher_has_its_own_graph(make_model: Callable[..., ServedModel]) -> No
 def test_instances_of_a_cascade_wait_side_by_side(make_model: Callable[..., ServedModel]) -> None:
     model = make_model()
     config = triton.cascade_config(model, model, teacher_name="sst2_teacher", threshold=0.8)
-    assert [(group.kind, group.count) for group in config.instance_group] == [
-        (triton.pb.ModelInstanceGroup.KIND_CPU, 4)
-    ]
+    assert [(group.kind, group.count) for group in config.instance_group] == [(pb.ModelInstanceGroup.KIND_CPU, 4)]
 
 
 def test_runner_takes_only_the_inputs_of_its_graph(make_model: Callable[..., ServedModel]) -> None:

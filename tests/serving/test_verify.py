@@ -18,6 +18,7 @@ from serving.cascade import Cascade
 from serving.graphs import RELEASES
 from serving.online import verify_served
 from serving.verify import CONFIG, verify
+from tests.serving.conftest import classification
 
 
 @pytest.fixture
@@ -361,7 +362,7 @@ def test_a_running_server_is_compared_with_the_files(kit: Any, published: Path, 
     with TritonServer(published, **kit.ports()) as server:
         assert verify_served(published, server.grpc_url) == []
         with Client(server.grpc_url, version=1) as client:
-            assert client.classify(["good"])[0].label == "positive"
+            assert classification(client, "good").label == "positive"
         assert "version 2 is not ready" in [finding.fault for finding in verify_served(other, server.grpc_url)]
         # The server opened its files before: what they are now answers otherwise.
         kit.write_graph(published / "sst2_student" / "1" / "model.onnx", weights=kit.WEIGHTS * 0.5)

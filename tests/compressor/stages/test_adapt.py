@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch.nn.functional import cross_entropy
 from transformers import BertForMaskedLM
 
 from compressor.artifact import Artifact
@@ -48,7 +49,7 @@ def corpus(root: Path) -> Artifact:
 
 
 def settings(**changes: Any) -> AdaptConfig:
-    given = {"epochs": 12.0, "learning_rate": 5e-3, "encoder_learning_rate": 5e-3, "block_tokens": 16}
+    given: dict[str, Any] = {"epochs": 12.0, "learning_rate": 5e-3, "encoder_learning_rate": 5e-3, "block_tokens": 16}
     return AdaptConfig(**(given | {"batch_size": 16, "precision": "fp32"} | changes))
 
 
@@ -198,11 +199,10 @@ def test_tokens_are_masked_as_bert_does_it(root: Path, monkeypatch: pytest.Monke
 
     monkeypatch.setattr(model.bert, "forward", spy)
     targets: list[torch.Tensor] = []
-    entropy = stage.cross_entropy
 
     def listen(scores_MV: torch.Tensor, target_M: torch.Tensor) -> torch.Tensor:
         targets.append(target_M)
-        return entropy(scores_MV, target_M)
+        return cross_entropy(scores_MV, target_M)
 
     monkeypatch.setattr(stage, "cross_entropy", listen)
     torch.manual_seed(1)
@@ -253,13 +253,12 @@ def test_an_interrupted_stage_goes_on_and_ends_the_same(
     root: Path, corpus: Artifact, made: Artifact, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     calls, steps = {"left": 20}, made.metrics["history"]["steps"]
-    entropy = stage.cross_entropy
 
     def cut(*arguments: Any) -> Any:
         calls["left"] -= 1
         if calls["left"] == 0:
             raise KeyboardInterrupt
-        return entropy(*arguments)
+        return cross_entropy(*arguments)
 
     monkeypatch.setattr(stage, "cross_entropy", cut)
     with pytest.raises(KeyboardInterrupt):
@@ -272,8 +271,9 @@ def test_an_interrupted_stage_goes_on_and_ends_the_same(
 
 def test_gradients_of_embeddings_that_are_an_output_layer_are_exchanged_whole(root: Path) -> None:
     model, _ = masked_lm(root / "base", load_tokenizer(root / "base"))
-    assert _Exchange(model.bert, WORLD)._table is model.bert.embeddings.word_embeddings.weight
-    assert _Exchange(model, WORLD)._table is None  # not by the rows of tokens in the batch: every row has one
+    peers: Any = None  # who are not asked yet
+    assert _Exchange(model.bert, peers)._table is model.bert.embeddings.word_embeddings.weight
+    assert _Exchange(model, peers)._table is None  # not by the rows of tokens in the batch: every row has one
 
 
 @pytest.mark.slow

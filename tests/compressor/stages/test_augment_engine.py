@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from compressor.stages.augment.words import changed
 from tests import augmenting
 from tests.augmenting import CONTENT, PIECES
 
-TEXTS = ["The film is good, the plot is NOT.", ("A Bad film", "a good plot"), "!!! 42"]
+TEXTS: list[str | tuple[str, ...]] = ["The film is good, the plot is NOT.", ("A Bad film", "a good plot"), "!!! 42"]
 
 
 @pytest.fixture(scope="module")
@@ -55,7 +56,7 @@ def test_changes_make_the_copy_of_the_original(sources: dict[str, Any]) -> None:
 def test_one_piece_words_are_changed_by_the_model_and_others_by_the_vectors(tmp_path: Path) -> None:
     """The vectors need words that the model's vocabulary lacks, or they would never be asked."""
     vectors = {"films": (1, 0), "movies": (1, 0.1), "good": (0, 1), "great": (0.1, 1)}
-    given = {
+    given: dict[str, Any] = {
         "vectors": augmenting.glove(tmp_path / "vectors.txt", vectors),
         "masked_lm": augmenting.saved_masked_lm(tmp_path / "lm"),
     }
@@ -119,11 +120,17 @@ def test_processes_leave_no_trace(sources: dict[str, Any], monkeypatch: pytest.M
     assert list(augment(TEXTS * 3, copies=3, processes=2, **settings)) == expected
 
 
+def noted(row: Any, read: list[int]) -> Iterator[Any]:
+    """A row a hundred times; the numbers of those that are asked for are kept in `read`."""
+    for number in range(100):
+        read.append(number)
+        yield row
+
+
 def test_rows_are_read_as_they_are_asked_for(sources: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engine, "ROWS_AT_ONCE", 2)
-    read = []
-    rows = augment((read.append(number) or "good film" for number in range(100)), copies=1, **sources)
-    next(rows)
+    read: list[int] = []
+    next(augment(noted("good film", read), copies=1, **sources))
     assert read == [0, 1]
 
 
@@ -132,9 +139,8 @@ def test_of_long_rows_fewer_are_read_at_a_time(
     row: Any, sources: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(engine, "CHARACTERS_AT_ONCE", 20)
-    read = []
-    rows = augment((read.append(number) or row for number in range(100)), copies=1, **sources)
-    next(rows)
+    read: list[int] = []
+    next(augment(noted(row, read), copies=1, **sources))
     assert read == [0, 1, 2]  # of nine characters each
 
 

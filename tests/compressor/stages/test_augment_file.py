@@ -187,7 +187,7 @@ def test_an_interrupted_file_goes_on_from_what_is_finished(
     source, out = table(tmp_path / "in.csv"), tmp_path / "out.csv"
     augment_file(source, tmp_path / "whole.csv", REVIEW, config, seed=1)
     monkeypatch.setattr(blocks, "ROWS_AT_ONCE", 1)
-    work, done = stage.write_rows, list[int]()
+    work, done = blocks.write_rows, list[int]()
 
     def stopped(tools: Any, of: Any, block: int, *rest: Any) -> None:
         if len(done) == 2:
@@ -223,7 +223,7 @@ def test_a_folder_of_somebody_else_is_left_alone(tmp_path: Path, config: Augment
 def test_a_second_command_for_the_same_file_is_refused(
     tmp_path: Path, config: AugmentConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    source, out, work = table(tmp_path / "in.csv"), tmp_path / "out.csv", stage.write_rows
+    source, out, work = table(tmp_path / "in.csv"), tmp_path / "out.csv", blocks.write_rows
     refused = list[str]()
 
     def twice(*arguments: Any) -> None:

@@ -32,7 +32,12 @@ def test_the_command_writes_the_file_and_says_what_was_made(tmp_path: Path, caps
 def test_the_command_takes_stop_words_and_names(tmp_path: Path) -> None:
     source = table(tmp_path / "in.jsonl", [{"review": "the good Film"}])
     (tmp_path / "stop.txt").write_text("good\nmovie\n", encoding="utf-8")
-    given = {"text": "review", "copies": 30, "vectors": augmenting.glove(tmp_path / "v.txt"), "overwrite": True}
+    given: dict[str, Any] = {
+        "text": "review",
+        "copies": 30,
+        "vectors": augmenting.glove(tmp_path / "v.txt"),
+        "overwrite": True,
+    }
 
     def made(**options: Any) -> set[str]:
         command(source, tmp_path / "out.jsonl", **given, **options)

@@ -159,9 +159,14 @@ def test_groups_leave_no_trace_and_bound_what_is_in_memory(monkeypatch: pytest.M
     asked = [(text, eligible_words(text)) for text in TEXTS * 3]
     lm = made()
     expected = lm.answers(asked, 5)
-    listed = []
+    listed: list[int] = []
     batches = lm._batches
-    monkeypatch.setattr(lm, "_batches", lambda passes: listed.append(len(passes)) or batches(passes))
+
+    def listing(passes: Any) -> Any:
+        listed.append(len(passes))
+        return batches(passes)
+
+    monkeypatch.setattr(lm, "_batches", listing)
     for passes, texts in ((1, 1), (4, 2), (7, 100)):
         monkeypatch.setattr(masked_lm, "PASSES_AT_ONCE", passes)
         monkeypatch.setattr(masked_lm, "TEXTS_AT_ONCE", texts)

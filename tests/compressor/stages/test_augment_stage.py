@@ -76,7 +76,7 @@ def test_rows_without_any_word_give_the_originals_alone(tmp_path: Path) -> None:
 
 def test_no_rows_give_no_rows(tmp_path: Path) -> None:
     made, rows = run(tmp_path, [])
-    assert rows == copies_of(made) == []
+    assert (rows, copies_of(made)) == ([], [])
     assert made.metrics["rows"] == made.metrics["missing_rows"] == 0
 
 
@@ -270,7 +270,7 @@ sys.stdout.write(f"{made.content}\\n")  # at once: print would let the lines of 
 def test_processes_of_torchrun_make_the_same_bytes(tmp_path: Path) -> None:
     lm = augmenting.saved_masked_lm(tmp_path / "lm")
     teacher = tiny.saved(tmp_path / "t", "teacher", tiny.lively(tiny.bert(task=TASKS["rte"])))
-    judged = {"teacher": teacher, "max_disagreement": 0.5}
+    judged: dict[str, Any] = {"teacher": teacher, "max_disagreement": 0.5}
     whole, _ = run(tmp_path, PAIRS * 3, task="rte", name="whole", masked_lm=lm, **judged)
     assert 0 < whole.metrics["dropped_rows"] < whole.metrics["agreement"]["copies"]["rows"]
     (tmp_path / "together.py").write_text(TOGETHER, encoding="utf-8")
@@ -299,9 +299,9 @@ def test_a_source_that_cannot_be_had_stops_the_stage_before_it_writes(tmp_path: 
         ({"stop_words": "absent.txt"}, ConfigError, "augment.stop_words is 'absent.txt', and there is no such file"),
         ({"masked_lm": "absent"}, SourceError, "augment.masked_lm is 'absent', and there is no such file"),
     ):
-        config = settings(**({"vectors": augmenting.glove(tmp_path / "vectors.txt")} | change))
+        given: dict[str, Any] = {"vectors": augmenting.glove(tmp_path / "vectors.txt")} | change
         with pytest.raises(kind, match=sentence):
-            augment_examples(config, corpus, seed=0, key="k", out=tmp_path / "out")
+            augment_examples(settings(**given), corpus, seed=0, key="k", out=tmp_path / "out")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["corpus", "vectors.txt"]
 
 

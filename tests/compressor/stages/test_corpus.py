@@ -6,7 +6,7 @@ import csv
 import io
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import product
 from pathlib import Path
 
@@ -27,7 +27,7 @@ ANY_SPEED = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow]
 SST2 = TASKS["sst2"]
 SPLITS = ("train", "validation", "test")
 HEADER = "sentence\tlabel\n"
-MANY = [(f"text number {number}", number % 2) for number in range(100)]
+MANY: list[tuple[str, float]] = [(f"text number {number}", number % 2) for number in range(100)]
 BOTH = [("bad one", 0), ("good one", 1)]
 # Texts that other readers merge, split or change. A tab or a line feed cannot stand in a TSV field.
 HARD = [
@@ -73,7 +73,7 @@ def write(path: Path, rows: Sequence[tuple[str, object]], *, label_first: bool =
     return path
 
 
-def single(rows: Sequence[tuple[tuple[str, ...], float]]) -> list[tuple[str, float]]:
+def single(rows: Iterable[tuple[tuple[str, ...], float]]) -> list[tuple[str, float]]:
     """Rows of one text each, as (text, label)."""
     return [(text, label) for (text,), label in rows]
 

@@ -18,6 +18,8 @@ from compressor.errors import DataError, SourceError
 from compressor.stages.corpus import corpus, read_source
 from compressor.tasks import TASKS, Task
 
+Rows = Sequence[tuple[tuple[str, ...], float]]
+
 SINGLE = [("one text", 0), ("another text", 1), ("a third", 1)]
 TWO = [("first a", "second a", 0), ("first b", "second b", 1), ("first a", "second c", 1)]
 SCORED = [("first a", "second a", 0.0), ("first b", "second b", 5.0), ("first a", "second c", 3.25)]
@@ -32,7 +34,7 @@ MNLI_HEADER = (
 )
 MRPC_HEADER = "Quality\t#1 ID\t#2 ID\t#1 String\t#2 String"
 STSB_HEADER = "index genre filename year old_index source1 source2 sentence1 sentence2 score"
-RELEASE = {
+RELEASE: dict[str, tuple[str, tuple[int, ...], int, int, list[str], Rows]] = {
     "cola": ("", (3,), 1, 4, ["0", "1"], SINGLES),
     "sst2": ("sentence label", (0,), 1, 2, ["0", "1"], SINGLES),
     "mrpc": (MRPC_HEADER, (3, 4), 0, 5, ["0", "1"], TWOS),
@@ -55,7 +57,6 @@ HUB = {
     "rte": (("sentence1", "sentence2"), ["entailment", "not_entailment"]),
     "wnli": (("sentence1", "sentence2"), ["not_entailment", "entailment"]),
 }
-Rows = Sequence[tuple[tuple[str, ...], float]]
 
 
 def released(path: Path, task: str, rows: Rows | None = None) -> Path:
@@ -154,7 +155,7 @@ def test_the_artifact_holds_rows_and_task(name, tmp_path):
     assert sum(made.metrics["rows"]["train"].values()) == 3
 
 
-def make(source: Path, task: Task, out: Path) -> Artifact:
+def make(source: Path | str, task: Task, out: Path) -> Artifact:
     return corpus(CorpusConfig(source=str(source)), task, seed=0, key="k", out=out)
 
 

@@ -16,6 +16,7 @@ from compressor.checkpoints import PROJECTIONS_FILE, load_classifier, load_token
 from compressor.config import DistillConfig, StudentConfig
 from compressor.dataset import Encoded, encode, write_examples
 from compressor.errors import ModelError
+from compressor.losses import soft_cross_entropy
 from compressor.models import rescale
 from compressor.objectives import Intermediate, Prediction
 from compressor.stages.distill import distill, refuse_uniform, teacher_logits
@@ -371,13 +372,12 @@ def test_an_interrupted_stage_goes_on_and_ends_the_same(
     config = tiny.distilling(epochs=2.0)
     whole = run(config, tiny.student(), teacher, corpus, tmp_path / "whole")
     calls = {"left": 20}
-    loss = objectives.soft_cross_entropy
 
     def cut(*arguments: Any) -> Any:
         calls["left"] -= 1
         if calls["left"] == 0:
             raise KeyboardInterrupt
-        return loss(*arguments)
+        return soft_cross_entropy(*arguments)
 
     monkeypatch.setattr(objectives, "soft_cross_entropy", cut)
     with pytest.raises(KeyboardInterrupt):

@@ -14,6 +14,7 @@ from compressor.checkpoints import general_student, load_plain_encoder, load_tok
 from compressor.config import GeneralConfig, StudentConfig
 from compressor.dataset import ENCODED
 from compressor.errors import DataError, ModelError, SourceError
+from compressor.losses import intermediate_loss
 from compressor.models import layer_map, student_shape
 from compressor.objectives import Intermediate
 from compressor.stages.general import general, mean_losses
@@ -36,7 +37,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def run(root: Path, name: str, student: StudentConfig | None = None, processes: int = 1, **changes: Any) -> Artifact:
-    given = {"source": str(root / "text.txt"), "block_tokens": 16, "precision": "fp32", "epochs": 3.0}
+    given: dict[str, Any] = {"source": str(root / "text.txt"), "block_tokens": 16, "precision": "fp32", "epochs": 3.0}
     config = GeneralConfig(**(given | {"learning_rate": 5e-3, "batch_size": 16, "precision": "fp32"} | changes))
     options: dict[str, Any] = {"base": str(root / "teacher"), "seed": 7, "key": name, "device": "cpu"}
     return general(config, student or tiny.student(), out=root / name, processes=processes, **options)
@@ -123,13 +124,12 @@ def test_an_interrupted_stage_goes_on_and_ends_the_same(
     root: Path, made: Artifact, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     calls = {"left": made.metrics["history"]["steps"]}  # fewer than all: losses are also taken before the first step
-    loss = objectives.intermediate_loss
 
     def cut(*arguments: Any, **options: Any) -> Any:
         calls["left"] -= 1
         if calls["left"] == 0:
             raise KeyboardInterrupt
-        return loss(*arguments, **options)
+        return intermediate_loss(*arguments, **options)
 
     monkeypatch.setattr(objectives, "intermediate_loss", cut)
     with pytest.raises(KeyboardInterrupt):

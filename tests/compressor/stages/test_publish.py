@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -114,7 +115,7 @@ def test_a_cascade_is_chosen_on_the_validation_rows(tmp_path: Path) -> None:
     assert is_published(made, tmp_path / "root")
 
 
-def warmups(folder: Path, name: str, texts: list[tuple[str, ...]], max_tokens: int) -> tuple[Any, ...]:
+def warmups(folder: Path, name: str, texts: Sequence[tuple[str, ...]], max_tokens: int) -> tuple[Any, ...]:
     """Return the warm-up texts of a corpus with these validation texts."""
     with tiny.sealed(folder / "corpus", "examples") as draft:
         rows = [Example(texts=text, label=1, origin=number) for number, text in enumerate(texts)]

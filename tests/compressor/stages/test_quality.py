@@ -76,7 +76,7 @@ def examples_of(folder: Path) -> list[dict[str, Any]]:
     return json.loads((folder / "examples.json").read_text(encoding="utf-8"))
 
 
-def joined(marked: list[list[Any]]) -> str:
+def joined(marked: Sequence[Sequence[Any]]) -> str:
     return "".join(text for text, _ in marked)
 
 
@@ -312,8 +312,13 @@ def test_perplexity_is_that_of_the_changed_texts(tmp_path: Path) -> None:
 def test_perplexity_is_computed_on_the_device_that_was_asked_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked = []
-    monkeypatch.setattr(quality, "resolve_device", lambda name: asked.append(name) or "cpu")
+    asked: list[str] = []
+
+    def resolve(name: str) -> str:
+        asked.append(name)
+        return "cpu"
+
+    monkeypatch.setattr(quality, "resolve_device", resolve)
     folder = written(tmp_path / "rows", [("film film", 1, 0, 0, 0), ("film plot", 1, 0, 1, 0)])
     for name in ("cuda", "auto", "cpu"):
         judged(folder, masked_lm=masked_lm(tmp_path / "model"), device=name)

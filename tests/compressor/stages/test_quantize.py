@@ -18,7 +18,7 @@ from compressor.artifact import Artifact
 from compressor.config import QuantizeConfig
 from compressor.errors import ArtifactError, ConfigError, GateError
 from compressor.stages.quantize import quantize, search
-from compressor.stages.quantize.calibration import Activation
+from compressor.stages.quantize.calibration import Activation, calibrate
 from compressor.stages.quantize.candidates import CANDIDATES
 from compressor.stages.quantize.choice import Bounds, choose, evidence, slower_than_fp32, speed
 from compressor.stages.quantize.rewriting import products
@@ -158,8 +158,9 @@ def test_answers_of_a_target_with_vnni_are_scored_without_saturation_where_there
 @pytest.fixture
 def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
     """Time little."""
-    monkeypatch.setitem(latency.time_in_turns.__kwdefaults__, "rounds", 1)
-    monkeypatch.setitem(latency.time_in_turns.__kwdefaults__, "turn_s", 0.0)
+    defaults: Any = latency.time_in_turns.__kwdefaults__
+    monkeypatch.setitem(defaults, "rounds", 1)
+    monkeypatch.setitem(defaults, "turn_s", 0.0)
     monkeypatch.setattr(latency, "SETTLE_S", 0.0)
     monkeypatch.setattr(machine, "LOOK_S", 0.1)
 
@@ -185,13 +186,13 @@ def run(config: QuantizeConfig, line: Line, models: Artifact, out: Path, student
 
 
 def settings(**changes: Any) -> QuantizeConfig:
-    return QuantizeConfig(**({"candidates": ("static",), "calibration_rows": 8, "max_metric_drop": 0.1} | changes))
+    given: dict[str, Any] = {"candidates": ("static",), "calibration_rows": 8, "max_metric_drop": 0.1}
+    return QuantizeConfig(**(given | changes))
 
 
 @pytest.fixture
 def saturated(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every layer, by ranges of activations that are far too narrow."""
-    calibrate = search.calibrate
 
     def saturating(*arguments: Any) -> dict[str, Activation]:
         seen = calibrate(*arguments)

@@ -16,6 +16,7 @@ from onnx import TensorProto, numpy_helper
 from compressor import machine, onnx_graph, progress
 from compressor.artifact import Artifact
 from compressor.checkpoints import load_tokenizer
+from compressor.config import Int8Candidate
 from compressor.dataset import Encoded, encode
 from compressor.errors import GateError
 from compressor.evaluate import OnnxPredictor
@@ -59,7 +60,7 @@ def activations(teacher: Path, rows: dict[str, Encoded]) -> Any:
 
 
 @pytest.fixture(scope="module")
-def graphs(teacher: Path, activations: Any, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+def graphs(teacher: Path, activations: Any, tmp_path_factory: pytest.TempPathFactory) -> dict[Int8Candidate, Path]:
     folder, found = tmp_path_factory.mktemp("int8"), {}
     for name, candidate in CANDIDATES.items():
         found[name] = folder / f"{name}.onnx"
@@ -116,7 +117,7 @@ def test_dense_products_are_those_with_a_weight_and_the_classifier_is_none_of_th
 
 
 @pytest.mark.parametrize("name", list(CANDIDATES))
-def test_dense_products_alone_become_int8(graphs: dict[str, Path], name: str) -> None:
+def test_dense_products_alone_become_int8(graphs: dict[Int8Candidate, Path], name: Int8Candidate) -> None:
     found = operators(graphs[name])
     assert found["MatMulIntegerToFloat"] == DENSE
     assert found["MatMul"] == 4  # those of attention, two in each layer
@@ -127,7 +128,7 @@ def test_dense_products_alone_become_int8(graphs: dict[str, Path], name: str) ->
 
 @pytest.mark.parametrize("name", list(CANDIDATES))
 def test_an_int8_graph_is_much_smaller_and_says_nearly_the_same(
-    graphs: dict[str, Path], teacher: Path, rows: dict[str, Encoded], name: str
+    graphs: dict[Int8Candidate, Path], teacher: Path, rows: dict[str, Encoded], name: Int8Candidate
 ) -> None:
     source, target = teacher / "model.onnx", graphs[name]
     small = 0.4 if CANDIDATES[name].embeddings else 0.99
@@ -149,7 +150,7 @@ def test_an_int8_graph_is_much_smaller_and_says_nearly_the_same(
     ],
 )
 def test_a_row_gets_the_same_logits_in_any_batch_unless_the_scheme_is_dynamic(
-    graphs: dict[str, Path], rows: dict[str, Encoded], name: str, exact: bool
+    graphs: dict[Int8Candidate, Path], rows: dict[str, Encoded], name: Int8Candidate, exact: bool
 ) -> None:
     predictor, everything = OnnxPredictor(graphs[name], threads=1), np.arange(len(rows["validation"]))
     found = [
@@ -168,7 +169,7 @@ def test_excluded_products_stay_in_fp32(teacher: Path, activations: Any, tmp_pat
     assert [item.name for item in products(model)] == [spared]
 
 
-def test_notes_are_metadata_of_the_file(graphs: dict[str, Path]) -> None:
+def test_notes_are_metadata_of_the_file(graphs: dict[Int8Candidate, Path]) -> None:
     assert {item.key: item.value for item in onnx.load(graphs["static"]).metadata_props}["made"] == "here"
 
 
@@ -301,7 +302,7 @@ def test_the_product_that_does_most_harm_is_found(
     assert f"quantize tried 1 of {DENSE} products in the time" in caplog.text
 
 
-def test_dynamic_is_the_only_scheme_that_computes_ranges_of_a_batch(graphs: dict[str, Path]) -> None:
+def test_dynamic_is_the_only_scheme_that_computes_ranges_of_a_batch(graphs: dict[Int8Candidate, Path]) -> None:
     for name, path in graphs.items():
         assert ("DynamicQuantizeLinear" in operators(path)) == isinstance(CANDIDATES[name], Dynamic)
 
