@@ -39,9 +39,10 @@ def serve(
     given up. `compressor status`, `deploy` and `rollback` work on a server that is started like this.
     """
     from serving import versions
-    from serving.repository import read
+    from serving.repository import read, settle
     from serving.runtime import TritonServer
 
+    settle(repository)
     names = read(repository)
     for warning in [*foreign_graphs(repository), *crowded_models(repository)]:
         typer.echo(f"take care: {warning}", err=True)
@@ -49,9 +50,11 @@ def serve(
         repository, http_port=http_port, grpc_port=grpc_port, metrics_port=metrics_port, host=host, log=log
     )
     signal.signal(signal.SIGTERM, _interrupt)
+    is_ready = False
     try:
         server.start()
         server.wait_ready(timeout_s)
+        is_ready = True
         typer.echo(f"ready: {', '.join(names)}")
         typer.echo(f"HTTP {server.http_url}, gRPC {server.grpc_url}, metrics {server.metrics_url}")
         if host in ("0.0.0.0", "::", "[::]"):
@@ -64,6 +67,8 @@ def serve(
         server.wait()
     except KeyboardInterrupt:
         typer.echo("stopping", err=True)
+        if not is_ready:
+            raise
     finally:
         server.stop()
 
@@ -113,6 +118,13 @@ def crowded_models(repository: Path) -> list[str]:
 def _interrupt(number: int, frame: object) -> None:
     """Let SIGTERM, by which service managers and scripts stop a server, end it the same way as Ctrl-C."""
     raise KeyboardInterrupt
+
+
+def _undo_when_told_to_end() -> None:
+    """Let a command that is told to end, or loses its terminal, undo what it began, as on Ctrl-C; `nohup` stays so."""
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) != signal.SIG_IGN:
+            signal.signal(number, _interrupt)
 
 
 def verify(
@@ -190,6 +202,7 @@ def deploy(
     from serving import operations
     from serving.control import find_control
 
+    _undo_when_told_to_end()
     _show_change(operations.deploy(find_control(url), model, version), as_json=as_json)
 
 
@@ -212,6 +225,7 @@ def rollback(
     from serving.control import find_control, is_served
 
     if repository is None:
+        _undo_when_told_to_end()
         _show_change(operations.rollback(find_control(url), model), as_json=as_json)
         return
     if is_served(repository):

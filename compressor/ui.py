@@ -36,7 +36,7 @@ from compressor.report_answers import disagreements
 from compressor.statistics import mcnemar
 from compressor.tasks import Task
 from serving.client import Classifier
-from serving.errors import DeadlineError, RequestError, ServingError, UnavailableError
+from serving.errors import DeadlineError, NotFoundError, RequestError, ServingError, UnavailableError
 from serving.exchange import Answer, Classification, Regression
 from serving.model import Text
 
@@ -98,13 +98,15 @@ class Comparison:
     """Held while the models are asked: clients serve one thread at a time, and calls side by side slow each other."""
     _look: threading.Lock = field(default_factory=threading.Lock)
     """Held while the validation set is asked, so that it is asked once."""
+    _seen: list[tuple[list[Answer], dict[str, Any]]] = field(default_factory=list)
+    """The disagreements, once they have been asked for, with what the models said of the first text alone."""
 
     def __post_init__(self) -> None:
         """Raise an error if a model is not served, or if the two, or the run, do not fit together."""
         teacher, student = self.clients[TEACHER], self.clients[STUDENT]
         try:
             _ = teacher.labels, student.labels
-        except RequestError as error:
+        except (NotFoundError, RequestError) as error:
             raise ConfigError(
                 f"teacher and student of {self.name} are not both served ({error}); publish with publish.teacher on, "
                 "and give --model the name of the student"
@@ -148,15 +150,21 @@ class Comparison:
         return found
 
     def disagreements(self) -> dict[str, Any]:
-        """Validation texts to which the two say different things; asked of the server once. Raises ServingError."""
-        with self._look:
-            return self._disagreements
+        """Validation texts to which the two say different things. Raises ServingError.
 
-    @cached_property
-    def _disagreements(self) -> dict[str, Any]:
+        They are asked of the server once, and again where another version of a model answers the first text.
+        """
         run = self.run
         if run is None:
             raise RequestError("there is no validation set here; start the page with --run and the folder of a build")
+        with self._look:
+            with self._turn:
+                first = [client.classify(queries(run.texts[:1]))[0] for client in self.clients.values()]
+            if not self._seen or self._seen[0][0] != first:
+                self._seen[:] = [(first, self._compared(run))]
+            return self._seen[0][1]
+
+    def _compared(self, run: Run) -> dict[str, Any]:
         log_NC = {name: self._asked(client, run) for name, client in self.clients.items()}
         texts = [" / ".join(text) for text in run.texts]
         both = {"teacher": log_NC[TEACHER], "int8": log_NC[STUDENT]}
@@ -213,6 +221,11 @@ class PageServer(ThreadingHTTPServer):
             ) from error
         self.url = f"http://{f'[{host}]' if ':' in host else host}:{self.server_port}/"
 
+    @cached_property
+    def full_name(self) -> str:
+        """The name of this machine with its domain; who knows it may wait for a name server to say so."""
+        return socket.getfqdn().casefold()
+
     def handle_error(self, request: Any, client_address: Any) -> None:
         """Write a fault into the log; a browser that went away is none."""
         if not isinstance(sys.exception(), ConnectionError):
@@ -267,7 +280,7 @@ class _Handler(BaseHTTPRequestHandler):
         host = self.headers.get("Host", "")
         parts = HOST.fullmatch(host)
         name = (parts["address"] or parts["name"]).casefold() if parts else ""
-        if name in self.server.names or _is_address(name):
+        if name in self.server.names or _is_address(name) or name == self.server.full_name:
             return True
         self._refuse(
             HTTPStatus.FORBIDDEN, f"the request is for the host {host!r}, which is not this one; open {self.server.url}"

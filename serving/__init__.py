@@ -11,6 +11,7 @@ from serving.client import Classifier, Client, FakeClient
 from serving.errors import (
     DeadlineError,
     ModelError,
+    NotFoundError,
     RepositoryError,
     RequestError,
     ServingError,
@@ -31,6 +32,7 @@ __all__ = [
     "DeadlineError",
     "FakeClient",
     "ModelError",
+    "NotFoundError",
     "Queue",
     "Regression",
     "RepositoryError",

@@ -7,7 +7,7 @@ from types import TracebackType
 from typing import Literal, Self, assert_never
 
 from serving.aio_transport import AsyncTransport, GrpcTransport, HttpTransport
-from serving.errors import RequestError, ServingError, UnavailableError
+from serving.errors import NotFoundError, RequestError, ServingError, UnavailableError
 from serving.exchange import (
     FIRST_PAUSE_S,
     MOST_CHANGES,
@@ -66,7 +66,8 @@ class AsyncClient:
     async def classify(self, texts: Sequence[Text]) -> list[Answer]:
         """Return one answer for each text or (first, second) pair, in order; [] for no texts.
 
-        Raises what `Client.classify` does. The first error ends the requests that are under way, and no more are sent.
+        Raises what `Client.classify` does. After the first error no more requests are sent, and those under way are
+        waited for: Triton 2.51 can die of a gRPC request that is given up. A task that is cancelled gives them up.
         """
         raw = encode_all(texts)
         if not raw:
@@ -104,22 +105,27 @@ class AsyncClient:
         self, facts: ModelFacts, texts: Sequence[Text], raw: Sequence[tuple[bytes, ...]]
     ) -> list[Answer]:
         check_pairs(texts, self._served.name, facts.is_pair)
-        free = asyncio.Semaphore(IN_FLIGHT)
+        wanted = parts(raw, facts.max_batch_size)
+        found: dict[int, list[Answer]] = {}
+        errors: list[Exception] = []
+        waiting = iter(wanted)
 
-        async def ask(part: slice) -> list[Answer]:
-            async with free:
-                with numbered(part, len(raw)):
-                    return await self._request(facts, texts[part], raw[part])
+        async def ask() -> None:
+            for part in waiting:
+                try:
+                    with numbered(part, len(raw)):
+                        found[part.start] = await self._request(facts, texts[part], raw[part])
+                except Exception as error:
+                    errors.append(error)
+                if errors:
+                    return
 
-        try:
-            async with asyncio.TaskGroup() as group:
-                asking = [group.create_task(ask(part)) for part in parts(raw, facts.max_batch_size)]
-        except ExceptionGroup as found:
-            error = found.exceptions[0]
-        else:
-            return [answer for task in asking for answer in task.result()]
-        # Here and not above, where it would be shown as caused by the group that holds it.
-        raise error
+        async with asyncio.TaskGroup() as group:
+            for _ in range(IN_FLIGHT):
+                group.create_task(ask())
+        if errors:
+            raise errors[0]
+        return [answer for part in wanted for answer in found[part.start]]
 
     async def _request(
         self, facts: ModelFacts, texts: Sequence[Text], raw: Sequence[tuple[bytes, ...]]
@@ -139,7 +145,7 @@ class AsyncClient:
             return self._facts
         try:
             facts = await self._transport.facts(self._served._replace(version=version))
-        except (RequestError, UnavailableError) as error:
+        except (NotFoundError, RequestError, UnavailableError) as error:
             self._facts = None
             raise StaleFactsError from error
         self._facts = facts

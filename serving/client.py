@@ -9,7 +9,7 @@ from contextlib import suppress
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Protocol, Self, assert_never
 
-from serving.errors import RequestError, ServingError, UnavailableError
+from serving.errors import NotFoundError, RequestError, ServingError, UnavailableError
 from serving.exchange import (
     FIRST_PAUSE_S,
     MOST_CHANGES,
@@ -108,8 +108,9 @@ class Client:
         A model with labels answers Classifications, one without answers Regressions. More texts than the model takes
         at once go as several requests. Each answer has the labels of the version that gave it, also while versions
         change. Raises RequestError if a text is refused (all of them must be good, and as the model reads them: single
-        or pairs), UnavailableError if no server answers or its queue is full, and DeadlineError if a request takes
-        longer than `timeout_s`.
+        or pairs), UnavailableError if no server answers, its queue is full or it wants fewer requests, DeadlineError if
+        a request takes longer than `timeout_s`, NotFoundError if there is no such model, and ServingError if the server
+        fails on the request or turns this client away.
         """
         raw = encode_all(texts)
         if not raw:
@@ -167,7 +168,7 @@ class Client:
             self._facts = None
             try:
                 self._facts = self._transport.facts(self._served._replace(version=version))
-            except (RequestError, UnavailableError) as error:
+            except (NotFoundError, RequestError, UnavailableError) as error:
                 raise StaleFactsError from error
         return self._facts
 

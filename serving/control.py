@@ -24,8 +24,9 @@ RESTRICTED = "model-repository,shared-memory,trace,logging"
 """Interfaces of the server that need the key."""
 
 HEADER = "admin-key"
-LOCK = "lock"
-"""File in the run folder of a server that its supervisor holds."""
+SERVED = ".compressor-served"
+"""File in a repository that the supervisor of each server of it holds, whoever started that and wherever its run folder
+is."""
 
 _FILE = "control.json"
 _HERE = ("localhost", "0.0.0.0", "::", "[::]")
@@ -73,7 +74,7 @@ class Control:
     def load(self, model: str) -> None:
         """Load what the repository holds of a model now, in place of what is loaded.
 
-        Raises RequestError if the server refuses it; what was loaded before goes on then.
+        Raises RequestError or NotFoundError if the server refuses it; what was loaded before goes on then.
         """
         with self._client() as (client, headers):
             client.load_model(model, headers=headers, client_timeout=_TIMEOUT_S)
@@ -111,15 +112,22 @@ class Control:
 
         client = library.InferenceServerClient(self.grpc_url, channel_args=[("grpc.enable_http_proxy", 0)])
         try:
-            with border(self.grpc_url, _TIMEOUT_S):
+            with border(self.grpc_url, _TIMEOUT_S, "look into its log, and whether it is still at work"):
                 yield client, {f"triton-grpc-protocol-{HEADER}": self.key}
         finally:
             client.close()
 
 
 def is_served(repository: Path) -> bool:
-    """Say whether a server of this user, started by `TritonServer`, serves a repository now."""
-    return served_at(repository) is not None
+    """Say whether a server that was started by `TritonServer` serves a repository now."""
+    try:
+        with (repository / SERVED).open("rb") as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:
+        pass  # none ever did
+    return False
 
 
 def served_at(repository: Path) -> str | None:
@@ -132,15 +140,29 @@ def served_at(repository: Path) -> str | None:
         try:
             found = json.loads(file.read_text())
             served, address = Path(found["repository"]), str(found["grpc_url"])
-            # Its supervisor holds the lock for as long as it lives, and the kernel lets go of it then.
-            with (file.parent / LOCK).open("rb") as lock:
-                fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except BlockingIOError:
-            if served.resolve() == repository.resolve():
-                return address
         except (OSError, ValueError, KeyError):
             continue
+        if served.resolve() == repository.resolve() and is_held(file.parent):
+            return address
     return None
+
+
+def is_held(run: Path) -> bool:
+    """Say whether the supervisor of a run folder lives: it has the folder locked, and the kernel lets go when it ends.
+
+    The lock is also what keeps systemd-tmpfiles from removing the folder, which may be old.
+    """
+    try:
+        descriptor = os.open(run, os.O_RDONLY)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(descriptor)
+    return False
 
 
 def reached(host: str) -> str:

@@ -5,7 +5,8 @@ ServingError            anything below, one sentence that names the thing, its v
 +-- RepositoryError     a repository is missing, empty, foreign, damaged, or cannot be written
 +-- StartError          a server cannot start, or died
 +-- UnavailableError    no server answers, or it takes no more requests now; the same request may succeed later
-+-- RequestError        this request is wrong; sending it again gives the same answer
++-- RequestError        these texts are wrong; sending them again gives the same answer
++-- NotFoundError       the server has no such model or version
 +-- SmokeError          a new version answers other than its files did when they were published
 +-- DeadlineError       an answer, or a start, took longer than the caller allows
 """
@@ -35,7 +36,11 @@ class UnavailableError(ServingError):
 
 
 class RequestError(ServingError):
-    """The request is wrong, here or by the server's own word; sending it again gives the same answer."""
+    """The texts are wrong, here or by the server's own word; sending them again gives the same answer."""
+
+
+class NotFoundError(ServingError):
+    """The server has no such model or version, or what answers there is no such server."""
 
 
 class SmokeError(ServingError):

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 PAD_MULTIPLE = 8
 """As in `entry.model`: the numbers of dynamic INT8 depend on how far a text is padded."""
 
-LONG_PAIR = 4
+LONG_PAIR, LONG_TEXT, LONGEST_ADDED = 4, 8, 100
 """As in `entry.model`."""
 
 VALUE = "value"
@@ -119,8 +119,10 @@ class Files:
 
 
 def shorten(text: Text, reader: Tokenizer, max_tokens: int) -> Text:
-    """Return a pair without the ends of its texts that are not read anyway, as in `entry.model`, which says why."""
-    if not isinstance(text, tuple) or max(map(len, text)) <= LONG_PAIR * max_tokens:
+    """Return a text or a pair without the ends that are not read anyway, as in `entry.model`, which says why."""
+    if not isinstance(text, tuple):
+        return _shorten_one(text, reader, max_tokens)
+    if max(map(len, text)) <= LONG_PAIR * max_tokens:
         return text
     first, second = ([found, *found.overflowing] for found in reader.encode_batch(text, add_special_tokens=False))
     is_first_longer = sum(map(len, first)) > sum(map(len, second))
@@ -128,6 +130,20 @@ def shorten(text: Text, reader: Tokenizer, max_tokens: int) -> Text:
         _cut_behind(text[0], first[: 1 + is_first_longer]),
         _cut_behind(text[1], second[: 2 - is_first_longer]),
     )
+
+
+def _shorten_one(text: str, reader: Tokenizer, max_tokens: int) -> str:
+    size = LONG_TEXT * max_tokens
+    if len(text) <= 2 * size:
+        return text
+    while size < len(text):
+        found = reader.encode(text[:size], add_special_tokens=False)
+        if found.overflowing:
+            last_word = found.overflowing[-1].word_ids[-1]
+            if found.word_ids[-1] != last_word and found.offsets[-1][1] + LONGEST_ADDED <= size:
+                return text[:size]
+        size *= 16
+    return text
 
 
 def _cut_behind(text: str, parts: Sequence[Encoding]) -> str:

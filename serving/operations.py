@@ -1,6 +1,7 @@
 """Replaces the version that a running server answers with, without a request that fails, and goes back."""
 
 import contextlib
+import json
 import logging
 import shutil
 from collections.abc import Iterator
@@ -10,6 +11,7 @@ from typing import Any
 
 from serving import repository, triton, versions
 from serving.client import Client
+from serving.contents import CASCADE
 from serving.control import Control
 from serving.errors import DeadlineError, RepositoryError, ServingError, SmokeError, UnavailableError
 from serving.online import gap_of, numbers_of, stored_answers
@@ -43,7 +45,8 @@ def deploy(control: Control, model: str, version: int | None = None) -> Change:
     """Make a server answer with a published version of a model that takes texts; the newest if none is given.
 
     The version is loaded beside under another name and asked its stored texts first; the old one answers meanwhile, and
-    stays published. Only then does the version get a name that a server loads. Who publishes meanwhile waits.
+    stays published. Only then does the version get a name that a server loads. Who publishes meanwhile waits. What a
+    deploy that is killed leaves is undone by whoever next deploys, publishes or starts the server.
     Raises SmokeError, RepositoryError or another ServingError if the new version is not fit; then the old one goes on,
     and the new one is withdrawn. Raises UnavailableError or DeadlineError if the server does not answer, and
     RepositoryError if the disk refuses or another model has to be deployed before; then the old one goes on as well,
@@ -68,6 +71,7 @@ def deploy(control: Control, model: str, version: int | None = None) -> Change:
             if waits or (is_unfit and before):
                 _take_back(control, models, version, before, is_unfit=is_unfit)
             raise
+        _warn_of_cascades(root, model)
     return Change(model, before, version, smoked)
 
 
@@ -89,6 +93,9 @@ def _replace(control: Control, models: list[Path], version: int) -> int:
     root, model = models[-1].parent, models[-1].name
     _refuse(model, version, repository.damage(models, version))
     smoked = _try_out(control, models[-1], version)
+    older = repository.before(models, version)
+    if older and any(version in versions.all_waiting(folder) for folder in models):
+        repository.leave_note(models, version, older, versions.WAITING)
     versions.promote(models, version)
     findings = verify(root)
     ours = [finding for finding in findings if _is_about(finding, models, version)]
@@ -96,6 +103,7 @@ def _replace(control: Control, models: list[Path], version: int) -> int:
     for folder in models:
         control.load(folder.name)
     _check_live(control, model, version)
+    repository.remove_note(root)
     for finding in findings:
         log.warning("beside version %d of %s the repository has a fault: %s", version, model, " ".join(finding))
     return smoked
@@ -124,7 +132,11 @@ def _take_back(control: Control, models: list[Path], version: int, before: int, 
     older = repository.before(models, version)
     if not older:
         return
-    versions.withdraw(models, version, older, prefix=versions.WITHDRAWN if is_unfit else versions.WAITING)
+    prefix = versions.WITHDRAWN if is_unfit else versions.WAITING
+    if is_unfit:
+        repository.leave_note(models, version, older, prefix)
+    versions.withdraw(models, version, older, prefix=prefix)
+    repository.remove_note(models[-1].parent)
     fate = "is withdrawn" if is_unfit else "waits on, to be deployed again"
     log.warning("version %d of %s %s; version %d goes on", version, models[-1].name, fate, older)
     _load_again(control, models, before if before != version else None)
@@ -161,22 +173,44 @@ def rollback(control: Control, model: str) -> Change:
             _go_back(control, models, top, older, before)
         except ServingError as error:
             raise type(error)(f"{model} stays at version {top}, nothing is changed: {error}") from error
+        _warn_of_cascades(root, model)
     return Change(model, before, older, smoked)
 
 
 def _go_back(control: Control, models: list[Path], top: int, older: int, before: int) -> None:
     """Make an older version live, or else change nothing: neither the disk nor the server."""
-    versions.withdraw(models, top, older)
+    root = models[-1].parent
+    repository.leave_note(models, top, 0, versions.WITHDRAWN)
     try:
+        versions.withdraw(models, top, older)
         for model in models:
             control.load(model.name)
         _check_live(control, models[-1].name, older)
     except BaseException:
         try:
             versions.promote(models, top, prefix=versions.WITHDRAWN)
+            repository.remove_note(root)
         finally:
             _load_again(control, models, before)
         raise
+    repository.remove_note(root)
+
+
+def _warn_of_cascades(root: Path, model: str) -> None:
+    """Warn of each cascade whose threshold was chosen for another version of a model than the one that is live now."""
+    live = versions.read_manifest(root / model / str(versions.newest(root / model)))
+    for folder in sorted(root.iterdir()):
+        version = versions.newest(folder)
+        file = folder / str(version) / CASCADE
+        asked = json.loads(file.read_text("utf-8")).get("models", {}) if file.is_file() else {}
+        if model in asked and (live is None or live.digest != asked[model]):
+            log.warning(
+                "version %d of %s was published with another version of %s than the live one: its threshold, and the "
+                "accuracy that it was chosen for, are not those of this pair; deploy or publish a cascade of it",
+                version,
+                folder.name,
+                model,
+            )
 
 
 def status(control: Control) -> list[dict[str, Any]]:

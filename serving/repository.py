@@ -12,8 +12,11 @@
 """
 
 import fcntl
+import json
+import logging
 import os
 import shutil
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -26,6 +29,14 @@ from serving.errors import RepositoryError
 from serving.model import Runtime, ServedModel
 from serving.versions import MARKER, PARTIAL, Content, read_marker
 
+NOTE = ".compressor-deploying.json"
+"""File in a repository while a version of it is being made live, or withdrawn: what is to be undone after a kill."""
+
+_SETTLE_S = 5.0
+_POLL_S = 0.05
+
+log = logging.getLogger(__name__)
+
 
 def write(
     student: ServedModel, root: Path, *, teacher: ServedModel | None = None, cascade: Cascade | None = None
@@ -33,8 +44,8 @@ def write(
     """Publish a student, a teacher to compare it with, and a cascade of both; return the version folders, by name.
 
     The same content published again changes nothing; other content becomes the next version, and the older ones stay.
-    While a server of this user serves the repository, the next version of a model waits for `operations.deploy`: should
-    the server start again before, it goes on with the version that was live.
+    While a server that `TritonServer` started serves the repository, the next version of a model waits for
+    `operations.deploy`: should the server start again before, it goes on with the version that was live.
     The entry model and its student always carry the same number. Every folder appears by a rename, complete or not at
     all. Raises ModelError if a file cannot be served, and RepositoryError if a folder was not written by this function
     or the disk refuses; nothing half-written is left.
@@ -150,6 +161,59 @@ def unpaired(root: Path, markers: Mapping[str, Mapping[str, str]]) -> list[str]:
     return found
 
 
+def settle(root: Path) -> None:
+    """Put a repository right again, before a server reads it, where a deploy or a rollback was killed in the middle.
+
+    One that lives, and has found its server dead, is waited for: for `_SETTLE_S` seconds at most. Raises
+    RepositoryError if the disk refuses.
+    """
+    if not root.is_dir():
+        return
+    try:
+        with _locked(root, timeout_s=_SETTLE_S):
+            pass
+    except TimeoutError:
+        log.warning("somebody has been changing %s for %g s; a server reads it as it is now", root, _SETTLE_S)
+    except OSError as error:
+        raise RepositoryError(
+            f"cannot undo in {root} what a killed deploy began: {error.strerror or error}; free space and try again"
+        ) from error
+
+
+def leave_note(models: Sequence[Path], version: int, older: int, prefix: str) -> None:
+    """Say on the disk that a change of a group is under way, until `remove_note`.
+
+    Whoever next takes the repository undoes it, should this process be killed: the version is withdrawn with `prefix`
+    for `older`, or, if that is 0, promoted from it.
+    """
+    facts = {"models": [model.name for model in models], "version": version, "older": older, "prefix": prefix}
+    versions.write_files(models[0].parent, {Path(NOTE): json.dumps(facts).encode()})
+
+
+def remove_note(root: Path) -> None:
+    """Say that nothing is to be undone any more."""
+    versions.write_files(root, {Path(NOTE): b""})
+
+
+def _mend(root: Path) -> None:
+    """Undo what a killed process has left a note of; the lock says that it is gone."""
+    try:
+        note = json.loads((root / NOTE).read_text("utf-8"))
+    except FileNotFoundError:
+        return
+    models, version, older = [root / name for name in note["models"]], note["version"], note["older"]
+    try:
+        if older:
+            versions.withdraw(models, version, older, prefix=note["prefix"])
+        else:
+            versions.promote(models, version, prefix=note["prefix"])
+        fate = f"it is at version {older or version} again"
+    except RepositoryError as error:
+        fate = f"nothing can be undone: {error}"  # somebody has removed a version since
+    remove_note(root)
+    log.warning("a change of %s was killed in the middle; on the disk %s", models[-1], fate)
+
+
 def _publish(contents: list[Content], root: Path, *, hold: bool) -> tuple[Path, ...]:
     """Stage everything first, so that a full disk changes nothing, then rename."""
     numbers = _numbers(contents, root)
@@ -223,14 +287,33 @@ def locked(root: Path, doing: str) -> Iterator[None]:
 
 
 @contextmanager
-def _locked(root: Path) -> Iterator[None]:
-    """Hold the folder against a second writer; the kernel lets go when this process ends, however it ends."""
+def _locked(root: Path, timeout_s: float | None = None) -> Iterator[None]:
+    """Hold the folder against a second writer; the kernel lets go when this process ends, however it ends.
+
+    Raises TimeoutError if another one holds it for longer than `timeout_s`.
+    """
     descriptor = os.open(root, os.O_RDONLY)
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        _lock(descriptor, timeout_s)
+        _mend(root)
         yield
     finally:
         os.close(descriptor)
+
+
+def _lock(descriptor: int, timeout_s: float | None) -> None:
+    if timeout_s is None:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        return
+    end = time.monotonic() + timeout_s
+    while True:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return
+        except BlockingIOError:
+            if time.monotonic() > end:
+                raise TimeoutError from None
+        time.sleep(_POLL_S)
 
 
 def _sweep(root: Path) -> None:

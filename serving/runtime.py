@@ -18,8 +18,9 @@ from types import TracebackType
 from typing import BinaryIO, Self
 
 from serving import supervisor
-from serving.control import HEADER, LOCK, RESTRICTED, Control, base_folder, reached
+from serving.control import HEADER, RESTRICTED, SERVED, Control, base_folder, is_held, reached
 from serving.errors import DeadlineError, StartError, UnavailableError
+from serving.repository import settle
 from serving.versions import WAITING, read_marker
 from serving.wheel import environment, find_wheel, prepare_backends, prepare_binary
 
@@ -115,8 +116,9 @@ class TritonServer:
     def start(self) -> None:
         """Start the process and return at once; the models load meanwhile.
 
-        Raises StartError if it runs already, if there is no repository, if a port is in use, or if the server or its
-        Python library is not installed.
+        What a killed deploy left of the repository is undone first. Raises StartError if it runs already, if there is
+        no repository, if a port is in use, or if the server or its Python library is not installed, and RepositoryError
+        if the disk refuses.
         """
         if self._process is not None:
             raise StartError(f"the server on {self.http_url} is started already; stop it first")
@@ -125,9 +127,13 @@ class TritonServer:
         self._check_runtime()
         wheel = find_wheel()
         self._check_ports()
-        run, lock = _new_run()
+        settle(self.repository)
+        run, *locks = _new_run()
         log = (self._wanted_log or run / "triton.log").absolute()
         try:
+            # A repository that cannot be written to is not published to either.
+            with contextlib.suppress(OSError):
+                locks.append(_lock_served(self.repository))
             log.parent.mkdir(parents=True, exist_ok=True)
             log.touch()
             # Kept open: the supervisor removes the run folder, and what a dead server said must still be readable.
@@ -142,10 +148,14 @@ class TritonServer:
                 command += [f"--cache-directory={wheel.caches}", f"--cache-config=local,size={_CACHE_BYTES}"]
             self._process = subprocess.Popen(
                 # -I -S: the supervisor needs the standard library alone, and starts in a few milliseconds.
-                [sys.executable, "-I", "-S", supervisor.__file__, str(run), str(log), str(_GRACE_S), *command],
+                [
+                    *(sys.executable, "-I", "-S", supervisor.__file__),
+                    *(str(run), str(log), str(_GRACE_S), str(self.repository.absolute())),
+                    *command,
+                ],
                 stdin=subprocess.PIPE,
                 env=environment(wheel),
-                pass_fds=(lock,),
+                pass_fds=locks,
                 start_new_session=True,
             )
         except OSError as error:
@@ -155,7 +165,8 @@ class TritonServer:
                 f"cannot start the server: {error.strerror} ({error.filename}); free or change it"
             ) from error
         finally:
-            os.close(lock)
+            for lock in locks:
+                os.close(lock)
 
     def wait_ready(self, timeout_s: float = 120.0) -> None:
         """Return when every model of the repository is ready, and the metrics can be read.
@@ -389,7 +400,7 @@ def _new_run() -> tuple[Path, int]:
             _remove_leftovers(base)
             run = base / f"compressor-{secrets.token_hex(6)}"
             run.mkdir()
-            lock = os.open(run / LOCK, os.O_RDWR | os.O_CREAT)
+            lock = os.open(run, os.O_RDONLY)
             fcntl.flock(lock, fcntl.LOCK_EX)
             return run, lock
         finally:
@@ -403,11 +414,12 @@ def _new_run() -> tuple[Path, int]:
 def _remove_leftovers(base: Path) -> None:
     """Remove the run folders that no supervisor holds any more; the kernel frees the lock of one that was killed."""
     for run in base.glob("compressor-*"):
-        try:
-            with (run / LOCK).open("rb") as lock:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            continue
-        except FileNotFoundError:
-            pass
-        supervisor.remove(run)
+        if not is_held(run):
+            supervisor.remove(run)
+
+
+def _lock_served(repository: Path) -> int:
+    """Return a descriptor that says, for as long as a process has it, that a repository is served."""
+    descriptor = os.open(repository / SERVED, os.O_RDONLY | os.O_CREAT, 0o644)
+    fcntl.flock(descriptor, fcntl.LOCK_SH)
+    return descriptor

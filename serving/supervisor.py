@@ -2,7 +2,7 @@
 
 It runs as a process of its own, and needs the standard library alone.
 
-    python supervisor.py <run folder> <log file> <grace seconds> <command> ...
+    python supervisor.py <run folder> <log file> <grace seconds> <repository> <command> ...
 
 The caller holds the other end of this process's standard input. When it writes `STOP` there, or when that end closes
 because the caller died, even by `kill -9`, the server is stopped and what it left is removed. This process leads a
@@ -47,6 +47,8 @@ _LOOK_S = 0.5
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 _REAP_S = 2.0
+_SETTLE = "import pathlib, sys; sys.path.append(sys.argv[1]); from serving import repository; "
+_SETTLE += "repository.settle(pathlib.Path(sys.argv[2]))"
 SHARED_MEMORY = Path("/dev/shm")
 _LEVELS = {"I": "info", "W": "warning", "E": "error", "F": "fatal"}
 _HEADER = re.compile(r"([IWEF])\d{4} [\d:.]+ \d+ ([^\]]+)\] ?(.*)")
@@ -62,21 +64,21 @@ class End(NamedTuple):
 
 def main(arguments: list[str]) -> int:
     """Run the command until it is told to stop, standard input closes, or it dies too often; return its status."""
-    folder, log, grace_s, *command = arguments
+    folder, log, grace_s, repository, *command = arguments
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     # The server's helpers become ours when it dies, so that they can be waited for: not every init process does that.
     ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)
-    # The caller also hands its lock on the run folder over, as an open descriptor that nothing here touches: whoever
-    # can take that lock later knows that the folder is a leftover, because the kernel lets go when this process ends.
+    # The caller also hands its locks on run folder and repository over, as open descriptors that nothing here touches:
+    # whoever can take such a lock later knows that no server is there, as the kernel lets go when this process ends.
     with open(log, "ab", buffering=0) as output:
         try:
-            return _keep(command, output, float(grace_s), Path(folder))
+            return _keep(command, output, float(grace_s), Path(folder), repository)
         finally:
             remove(Path(folder))
 
 
-def _keep(command: Sequence[str], log: BinaryIO, grace_s: float, folder: Path) -> int:
+def _keep(command: Sequence[str], log: BinaryIO, grace_s: float, folder: Path, repository: str) -> int:
     """Run the server, and again after each death by itself; return the status of the last one."""
     deaths: list[float] = []
     is_armed = False
@@ -107,6 +109,7 @@ def _keep(command: Sequence[str], log: BinaryIO, grace_s: float, folder: Path) -
         _say(log, f"{reason}; the server is started again (death {len(deaths)} within {WINDOW_S:g} s)")
         _remove_regions(folder.name)
         _empty(folder / STAGING)
+        _settle(repository, log)
         if _is_told_within(_PAUSE_S * 2 ** (len(deaths) - 1)):
             return status
 
@@ -115,6 +118,22 @@ def _empty(staging: Path) -> None:
     """Remove the models that were on trial when a server died: the next one would load them too."""
     for trial in staging.glob("*"):
         shutil.rmtree(trial, ignore_errors=True)
+
+
+def _settle(repository: str, log: BinaryIO) -> None:
+    """Have the repository put right, which the next server reads, where a deploy was killed; see `repository.settle`.
+
+    In a process of its own, so that nothing that goes wrong there ends this one.
+    """
+    package = str(Path(__file__).parents[1])
+    done = subprocess.run(
+        [sys.executable, "-I", "-S", "-c", _SETTLE, package, repository],
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        check=False,
+    )
+    for line in done.stderr.decode(errors="replace").splitlines():
+        _write(log, "warning", "repository", line)
 
 
 def remove(folder: Path) -> None:
@@ -210,16 +229,23 @@ def _is_told_within(seconds: float) -> bool:
 def _dead_children(parent: int) -> set[int]:
     """Return the processes that have died and that `parent` has not waited for."""
     found = set()
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            try:
-                # The name, in parentheses, may hold anything.
-                state, ppid = (entry / "stat").read_text(errors="replace").rpartition(")")[2].split()[:2]
-            except (OSError, ValueError):
-                continue
-            if state == "Z" and int(ppid) == parent:
-                found.add(int(entry.name))
+    # Not all of /proc: a machine can have thousands of processes, and this is done twice a second.
+    for thread in _entries(f"/proc/{parent}/task"):
+        # Threads and children end at any time.
+        with contextlib.suppress(OSError), open(f"/proc/{parent}/task/{thread}/children") as children:
+            for child in children.read().split():
+                with open(f"/proc/{child}/stat", errors="replace") as stat:
+                    # The name, in parentheses, may hold anything.
+                    if stat.read().rpartition(")")[2].split()[0] == "Z":
+                        found.add(int(child))
     return found
+
+
+def _entries(folder: str) -> list[str]:
+    try:
+        return os.listdir(folder)
+    except OSError:
+        return []
 
 
 def _stop(server: subprocess.Popen[bytes], grace_s: float) -> int:

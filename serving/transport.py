@@ -15,7 +15,7 @@ from tritonclient.grpc import model_config_pb2 as pb
 from tritonclient.grpc import service_pb2
 from tritonclient.utils import InferenceServerException
 
-from serving.errors import DeadlineError, RequestError, ServingError, UnavailableError
+from serving.errors import DeadlineError, NotFoundError, RequestError, ServingError, UnavailableError
 from serving.messages import Column, columns, infer_request
 
 _MAX_MESSAGE_BYTES = 2**31 - 1
@@ -23,7 +23,13 @@ _LATE = {"DEADLINE_EXCEEDED", "408", "504"}
 _FAILED = {"INTERNAL", "UNKNOWN", "500"}
 # Said with the same status when the process of a model, or the server itself, has died: a new one comes.
 _COMES_BACK = ("is not healthy", "Stream removed", "RST_STREAM")
-_REFUSED = {"INVALID_ARGUMENT", "NOT_FOUND", "UNIMPLEMENTED", "RESOURCE_EXHAUSTED", "OUT_OF_RANGE"}
+# About what was sent; all else of the kind is about who sent it, or how often, and a gateway may have said it.
+_REFUSED = {"INVALID_ARGUMENT", "400", "413"}
+_TOO_LARGE = "larger than max"
+"""What gRPC says, as RESOURCE_EXHAUSTED, of a message that is too large."""
+_ABSENT = {"NOT_FOUND", "404"}
+_FOR_GOOD = {"UNAUTHENTICATED", "PERMISSION_DENIED", "UNIMPLEMENTED", "OUT_OF_RANGE", "FAILED_PRECONDITION"}
+_SLOW_DOWN = "429"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,7 +102,7 @@ class GrpcTransport:
             return Answered(response.model_version, columns(response, outputs))
 
     def config(self, model: Served) -> pb.ModelConfig:
-        """Return the configuration of a model that is ready; raise RequestError if it is not."""
+        """Return the configuration of a model that is ready; raise NotFoundError if there is none."""
         request = service_pb2.ModelConfigRequest(name=model.name, version=model.version)
         with border(self._address, self._timeout_s):
             return self._service.ModelConfig(request, timeout=self._timeout_s).config
@@ -173,7 +179,7 @@ def served_config(address: str, model: str, version: int, timeout_s: float = 10.
     transport = GrpcTransport(address, timeout_s)
     try:
         return transport.config(Served(model, str(version)))
-    except RequestError:
+    except NotFoundError:
         return None
     finally:
         transport.close()
@@ -252,17 +258,31 @@ def _is_loopback(address: str) -> bool:
 
 
 @contextmanager
-def border(address: str, timeout_s: float) -> Iterator[None]:
-    """Turn the errors of the client library and of its sockets into those of this package."""
-    late = f"the server at {address} gave no answer within {timeout_s:g} s; allow more (timeout_s) or send fewer texts"
+def border(
+    address: str, timeout_s: float, remedy: str = "allow more (timeout_s) or send fewer texts"
+) -> Iterator[None]:
+    """Turn the errors of the client library and of its sockets into those of this package.
+
+    `remedy` is what to do about an answer that is late.
+    """
+    late = f"the server at {address} gave no answer within {timeout_s:g} s; {remedy}"
     try:
         yield
     except (InferenceServerException, grpc.RpcError) as error:
         status, message = _cause(error)
         if status in _LATE:
             raise DeadlineError(late) from error
-        if status in _REFUSED or (status.startswith("4") and status.isdigit()):
+        if status in _REFUSED or (status == "RESOURCE_EXHAUSTED" and _TOO_LARGE in message):
             raise RequestError(f"the server at {address} refused the request: {message}") from error
+        if status in _ABSENT:
+            raise NotFoundError(
+                f"the server at {address} lacks what is asked for: {message}; check name, version and address"
+            ) from error
+        if status in _FOR_GOOD or (status.startswith("4") and status.isdigit() and status != _SLOW_DOWN):
+            raise ServingError(
+                f"the server at {address} turned this client away ({status}): {message}; check the address, and what "
+                "the client may do there"
+            ) from error
         if status in _FAILED and not any(words in message for words in _COMES_BACK):
             reason = message.partition("\n")[0]
             raise ServingError(

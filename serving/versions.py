@@ -304,18 +304,18 @@ def refresh(content: Content, model: Path, *, live: bool) -> None:
 
 def _write_warmups(content: Content, model: Path) -> None:
     (model / "warmup").mkdir(exist_ok=True)
-    _write_files(model, {Path("warmup") / name: raw for name, raw in content.warmup.items()})
+    write_files(model, {Path("warmup") / name: raw for name, raw in content.warmup.items()})
 
 
 def _write_shared(content: Content, model: Path) -> None:
     _write_warmups(content, model)
     wanted = {Path(name): _bytes(content.files.get(name, b"")) for name in _SHARED}
     wanted[Path(MARKER)] = json.dumps(content.marker, indent=1).encode()
-    _write_files(model, wanted)
+    write_files(model, wanted)
 
 
-def _write_files(model: Path, wanted: Mapping[Path, bytes]) -> None:
-    """Replace the files of a model folder that differ, each in one step; one that shall have no bytes goes."""
+def write_files(model: Path, wanted: Mapping[Path, bytes]) -> None:
+    """Replace the files of a folder that differ, each in one step; one that shall have no bytes goes."""
     with _staged_files(model, wanted) as put:
         put()
 
@@ -331,6 +331,8 @@ def _staged_files(model: Path, wanted: Mapping[Path, bytes]) -> Iterator[Callabl
                 (model / name).unlink()
             else:
                 temporary.rename(model / name)
+        for folder in {(model / name).parent for name in staged}:
+            _sync(folder)
 
     try:
         for name, raw in wanted.items():

@@ -46,6 +46,9 @@ lost_a_model() {
 ) &
 
 # The number of the process stays.
+#
+# A gRPC client keeps its connection, and with it the copy of the server that it found first: after five minutes it is
+# asked to make another one, and requests under way are answered before.
 exec tritonserver \
     --model-repository="$models" \
     --model-control-mode=none \
@@ -53,6 +56,7 @@ exec tritonserver \
     --strict-readiness=true \
     --disable-auto-complete-config \
     --exit-timeout-secs=30 \
+    --grpc-max-connection-age=300000 \
     --http-address="$address" \
     --grpc-address="$address" \
     --metrics-address="$address" \

@@ -1,8 +1,11 @@
 """Tables go to a server and come back with its answers, in order."""
 
+import json
 import random
+import threading
 import time
 from collections.abc import Callable, Sequence
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +19,17 @@ from compressor import tables
 from compressor.classify import ROWS_AT_ONCE, Columns, answered, classify_file, classify_table
 from compressor.cli import app
 from compressor.errors import ConfigError, DataError
-from serving import FakeClient, RequestError, TritonServer, UnavailableError, free_port, write
+from serving import (
+    Client,
+    FakeClient,
+    NotFoundError,
+    RequestError,
+    ServingError,
+    TritonServer,
+    UnavailableError,
+    free_port,
+    write,
+)
 from serving.model import Text
 from tests.serving.conftest import score_model, tiny_model
 
@@ -70,6 +83,58 @@ def test_a_refused_row_says_why_and_its_neighbours_are_answered(tmp_path: Path) 
     assert (table["model_label"][3], table["model_score"][3]) == (None, None)
     assert table["model_label"][39] == "negative"
     assert table["label"] == [1] * 40
+
+
+class Gateway(BaseHTTPRequestHandler):
+    """What stands before a model server and lets nobody through: it answers each request with `status`."""
+
+    status = 429
+    asked = 0
+
+    def do_GET(self) -> None:
+        """The model's configuration."""
+        labels = {"labels": {"string_value": '["negative", "positive"]'}}
+        self.answer(200, {"input": [{"name": "TEXT"}], "max_batch_size": 64, "parameters": labels})
+
+    def do_POST(self) -> None:
+        """Anything else."""
+        self.rfile.read(int(self.headers["Content-Length"]))
+        type(self).asked += 1
+        self.answer(self.status, {"error": "go away"})
+
+    def answer(self, status: int, body: dict[str, Any]) -> None:
+        raw = json.dumps(body).encode()
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(raw)))
+        self.end_headers()
+        self.wfile.write(raw)
+
+    def log_message(self, *_: object) -> None:
+        """Nothing."""
+
+
+@pytest.mark.parametrize(
+    ("status", "requests", "error"), [(429, 3, UnavailableError), (403, 1, ServingError), (404, 1, NotFoundError)]
+)
+def test_a_gateway_that_turns_us_away_ends_the_job(
+    monkeypatch: pytest.MonkeyPatch, status: int, requests: int, error: type[ServingError]
+) -> None:
+    monkeypatch.setattr(Gateway, "status", status)
+    monkeypatch.setattr(Gateway, "asked", 0)
+    table = pa.table({"t": ["good"] * 64})
+    with ThreadingHTTPServer(("127.0.0.1", 0), Gateway) as gateway:
+        thread = threading.Thread(target=gateway.serve_forever, kwargs={"poll_interval": 0.01})
+        thread.start()
+        try:
+            with (
+                Client(f"127.0.0.1:{gateway.server_port}", protocol="http", retries=2) as client,
+                pytest.raises(ServingError, match="go away") as found,
+            ):
+                classify_table(client, table, Columns(text="t"))
+        finally:
+            gateway.shutdown()
+            thread.join()
+    assert (type(found.value), Gateway.asked) == (error, requests)
 
 
 def test_few_requests_find_the_bad_texts() -> None:

@@ -1,7 +1,10 @@
 """The commands around a running server, as users run them."""
 
 import json
+import os
+import signal
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,7 +15,7 @@ from typer.testing import CliRunner
 
 from compressor import cli_serving, machine
 from compressor.cli import app, main
-from serving import TritonServer, free_port, repository
+from serving import TritonServer, free_port, repository, versions
 from tests.serving.conftest import tiny_model
 
 
@@ -103,7 +106,75 @@ def test_a_page_without_a_teacher_is_refused(
     assert run(monkeypatch, "ui", "--url", server.grpc_url) == 1
     said = capsys.readouterr().err
     assert "error: teacher and student of sst2 are not both served (" in said
-    assert "'sst2_teacher' is not found); publish with publish.teacher on" in said
+    assert "'sst2_teacher' is not found; check name," in said
+    assert "; publish with publish.teacher on" in said
+
+
+@pytest.fixture
+def handlers() -> Iterator[None]:
+    """Put back what signals do in this process."""
+    numbers = (signal.SIGTERM, signal.SIGHUP)
+    before = [signal.getsignal(number) for number in numbers]
+    yield
+    for number, handler in zip(numbers, before, strict=True):
+        signal.signal(number, handler)
+
+
+@pytest.mark.parametrize("change", ["deploy", "rollback"])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_change_that_is_told_to_end_undoes_what_it_began(
+    handlers: None,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    change: str,
+    number: signal.Signals,
+) -> None:
+    undone: list[str] = []
+
+    def begin(*_: object) -> None:
+        try:
+            os.kill(os.getpid(), number)
+            time.sleep(5)
+        except KeyboardInterrupt:
+            undone.append(change)
+            raise
+
+    monkeypatch.setattr("serving.control.find_control", lambda _: None)
+    monkeypatch.setattr(f"serving.operations.{change}", begin)
+    assert run(monkeypatch, change) == 130
+    assert undone == [change]
+    # Who started it with `nohup` wants it to go on without a terminal.
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    cli_serving._undo_when_told_to_end()
+    assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+
+
+def test_a_server_that_is_stopped_before_it_is_ready_was_interrupted(
+    handlers: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    root = published(tmp_path)
+    monkeypatch.setattr(TritonServer, "start", lambda _: None)
+    monkeypatch.setattr(TritonServer, "wait_ready", interrupted)
+    assert run(monkeypatch, "serve", root) == 130
+    assert "stopping\n" in capsys.readouterr().err
+
+
+def test_serve_undoes_what_a_killed_deploy_left(
+    handlers: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    root = published(tmp_path)
+    published(tmp_path, root=root, labels=("bad", "good"))
+    # As if it had come no further than the first of the two.
+    repository.leave_note([root / "sst2_student", root / "sst2"], 2, 1, versions.WAITING)
+    versions.withdraw([root / "sst2"], 2, 1, prefix=versions.WAITING)
+    monkeypatch.setattr(TritonServer, "start", lambda _: None)
+    monkeypatch.setattr(TritonServer, "wait_ready", lambda *_: None)
+    monkeypatch.setattr(TritonServer, "wait", lambda _: None)
+    assert run(monkeypatch, "serve", root) == 0
+    assert "version 2 of sst2 waits for `compressor deploy --model sst2`" in capsys.readouterr().out
 
 
 def test_no_server_is_one_sentence(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

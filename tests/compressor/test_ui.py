@@ -39,6 +39,11 @@ def client(positive: Mapping[str, float]) -> FakeClient:
     return FakeClient({text: answer(text) for text in positive})
 
 
+def changing(positive: Mapping[str, float]) -> FakeClient:
+    """A client that answers what `positive` holds at the time."""
+    return FakeClient(lambda text: client(positive).classify([text])[0])
+
+
 def failing(error: ServingError) -> FakeClient:
     def fail(text: Any) -> str:
         raise error
@@ -136,8 +141,17 @@ def test_the_validation_set_is_asked_at_the_first_look_and_once() -> None:
         assert asked == [[], []]
         looks = [call(server, "GET", "/disagreements")[2] for _ in range(2)]
         assert looks[0] == looks[1]
-        assert [len(calls) for calls in asked] == [1, 1]
-        assert asked[0][0] == tuple(TEACHER_SAYS)
+        first, all_of_them = tuple(TEACHER_SAYS)[:1], tuple(TEACHER_SAYS)
+        assert asked == [[first, all_of_them, first]] * 2
+
+
+def test_another_version_of_a_model_is_asked_anew() -> None:
+    says = dict(STUDENT_SAYS)
+    compared = comparison(clients={TEACHER: client(TEACHER_SAYS), STUDENT: changing(says)})
+    assert compared.disagreements()["count"] == 2
+    # As after a deploy: the student says what the teacher says.
+    says.update(TEACHER_SAYS)
+    assert compared.disagreements()["count"] == 0
 
 
 def test_disagreements_of_scores_are_those_that_are_far_apart() -> None:
@@ -194,6 +208,12 @@ def test_a_malformed_request_is_refused_in_a_sentence(server: PageServer, given:
 )
 def test_who_calls_it_by_an_address_or_its_name_is_answered(server: PageServer, host: str) -> None:
     assert call(server, "GET", "/", Host=host)[0] == 200
+
+
+def test_who_calls_it_by_its_full_name_is_answered(server: PageServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(socket, "getfqdn", lambda: "Models.example.com")
+    assert call(server, "GET", "/", Host="models.example.com:8080")[0] == 200
+    assert call(server, "GET", "/", Host="example.com:8080")[0] == 403
 
 
 @pytest.mark.parametrize(

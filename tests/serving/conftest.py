@@ -171,12 +171,14 @@ class FakeFamily:
 
     def __init__(self, name: str, description: str, kind: str) -> None:
         self.name = name
+        # A model that is still counting from an earlier test does so there.
+        self.counts = self.counted
 
     def Metric(self, labels: dict[str, str]) -> "FakeFamily":
         return self
 
     def increment(self, value: float) -> None:
-        self.counted[self.name] = self.counted.get(self.name, 0) + value
+        self.counts[self.name] = self.counts.get(self.name, 0) + value
 
 
 def request_of(**tensors: np.ndarray) -> FakeRequest:
@@ -214,7 +216,7 @@ def load_entry(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
         get_input_tensor_by_name=lambda request, name: request.get(name),
     )
     monkeypatch.setitem(sys.modules, backend.__name__, backend)
-    FakeFamily.counted.clear()
+    FakeFamily.counted = {}
     # The model sets them for its own process.
     monkeypatch.setenv("TOKENIZERS_PARALLELISM", "false")
     monkeypatch.setenv("RAYON_NUM_THREADS", "1")

@@ -16,6 +16,7 @@ from serving import (
     Classification,
     Client,
     DeadlineError,
+    NotFoundError,
     RequestError,
     ServingError,
     TritonServer,
@@ -62,7 +63,7 @@ class SlowServer:
     async def facts(self, model: Served) -> ModelFacts:
         """Version 1 has the labels a and b, all others b and a."""
         if model.version in self.gone:
-            raise RequestError("not ready")
+            raise NotFoundError("not ready")
         labels = ("a", "b") if (model.version or self.live) == "1" else ("b", "a")
         return ModelFacts(labels=labels, is_pair=False, max_batch_size=4, version=model.version)
 
@@ -95,7 +96,7 @@ def test_a_long_list_goes_few_requests_at_a_time() -> None:
     asyncio.run(ask())
 
 
-def test_the_first_error_is_raised_itself_and_ends_the_other_requests() -> None:
+def test_the_first_error_is_raised_itself_once_the_requests_under_way_are_answered() -> None:
     async def ask() -> None:
         client, server = await slow_client()
         with pytest.raises(RequestError, match=r"^texts 4 to 7: TEXT is bad$") as found:
@@ -103,9 +104,22 @@ def test_the_first_error_is_raised_itself_and_ends_the_other_requests() -> None:
         assert isinstance(found.value.__cause__, RequestError)
         assert isinstance(found.value.__cause__.__cause__, KeyError)
         assert found.value.__context__ is found.value.__cause__
-        assert (server.answered, server.now) == (0, 0)
-        # The place of the refused request is taken once more before its error is seen.
-        assert server.asked <= IN_FLIGHT + 1
+        # The server had as many requests as it may, and all but the refused one are answered: none is given up.
+        assert (server.asked, server.answered, server.now) == (IN_FLIGHT, IN_FLIGHT - 1, 0)
+
+    asyncio.run(ask())
+
+
+def test_a_task_that_is_cancelled_gives_its_requests_up() -> None:
+    async def ask() -> None:
+        client, server = await slow_client()
+        asking = asyncio.create_task(client.classify(["x"] * 400))
+        while server.now < IN_FLIGHT:
+            await asyncio.sleep(0)
+        asking.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await asking
+        assert (server.asked, server.answered, server.now) == (IN_FLIGHT, 0, 0)
 
     asyncio.run(ask())
 
@@ -154,7 +168,7 @@ def test_it_answers_as_the_other_client_does(server: TritonServer, protocol: Any
                 await client.classify([("a", "b")])
             async with AsyncClient(url, protocol=protocol, model="absent") as absent:
                 assert not await absent.is_ready()
-                with pytest.raises(RequestError, match="absent"):
+                with pytest.raises(NotFoundError, match="absent"):
                     await absent.classify(["good"])
             async with AsyncClient(url, protocol=protocol, version=7) as other:
                 assert not await other.is_ready()

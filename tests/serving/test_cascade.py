@@ -23,11 +23,14 @@ from serving import (
     TritonServer,
     UnavailableError,
     contents,
+    operations,
     read,
+    versions,
     write,
 )
 from serving.cascade import Cascade, cascade_answers, choose_threshold
 from serving.contents import files_of
+from serving.control import Control
 from serving.online import stored_answers, verify_served
 from serving.operations import deploy, rollback
 from serving.verify import verify
@@ -169,6 +172,29 @@ def test_what_a_cascade_must_answer_is_stored_with_it(kit: Any, tmp_path: Path) 
     assert [set(answer.values()) for _, answer in stored_answers(version)] != [
         set(answer.values()) for _, answer in expected
     ]
+
+
+@pytest.mark.parametrize("replaced", ["sst2", "sst2_teacher"])
+def test_a_cascade_whose_threshold_was_chosen_for_another_model_is_warned_of(
+    kit: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, replaced: str
+) -> None:
+    root = tmp_path / "repository"
+    publish(kit, tmp_path, 1)
+    with monkeypatch.context() as served:
+        served.setattr("serving.repository.is_served", lambda _: True)
+        onnx = kit.write_graph(tmp_path / "9.onnx", weights=kit.WEIGHTS * 9)
+        teacher = kit.tiny_model(tmp_path / "other", labels=("positive", "negative"))
+        write(kit.tiny_model(tmp_path / "model", onnx=onnx), root, teacher=teacher)
+    monkeypatch.setattr(operations, "_try_out", lambda *_: 2)
+    monkeypatch.setattr(Control, "live", lambda _, name: versions.newest(root / name))
+    monkeypatch.setattr(Control, "load", lambda *_: None)
+    control = Control(grpc_url="", key="", repository=str(root), staging="")
+    said = f"version 1 of sst2_cascade was published with another version of {replaced} than the live one: its thresh"
+    assert deploy(control, replaced).after == 2
+    assert [said in record.getMessage() for record in caplog.records] == [True]
+    caplog.clear()
+    assert rollback(control, replaced).after == 1
+    assert caplog.records == []
 
 
 @pytest.mark.triton

@@ -18,6 +18,7 @@ from serving import (
     Client,
     DeadlineError,
     FakeClient,
+    NotFoundError,
     Regression,
     RequestError,
     ServingError,
@@ -105,7 +106,20 @@ def test_a_closed_client_says_so(protocol: Protocol, silent: str) -> None:
         ("StatusCode.UNAVAILABLE", "the queue is full", UnavailableError),
         ("503", "the queue is full", UnavailableError),
         ("StatusCode.INVALID_ARGUMENT", "TEXT is empty", RequestError),
-        ("404", "no such model", RequestError),
+        ("400", "TEXT is empty", RequestError),
+        ("413", "the body is too large", RequestError),
+        ("StatusCode.RESOURCE_EXHAUSTED", "Received message larger than max (9 vs. 4)", RequestError),
+        ("404", "no such model", NotFoundError),
+        ("StatusCode.NOT_FOUND", "no such model", NotFoundError),
+        # What a gateway says of who asks, and how often, is not about the texts.
+        ("429", "slow down", UnavailableError),
+        ("StatusCode.RESOURCE_EXHAUSTED", "slow down", UnavailableError),
+        ("401", "who are you", ServingError),
+        ("403", "not for you", ServingError),
+        ("405", "not this way", ServingError),
+        ("StatusCode.UNAUTHENTICATED", "who are you", ServingError),
+        ("StatusCode.PERMISSION_DENIED", "not for you", ServingError),
+        ("StatusCode.UNIMPLEMENTED", "no such service", ServingError),
     ],
 )
 def test_what_may_succeed_later_is_told_from_what_fails_again(
@@ -184,7 +198,7 @@ class ChangingServer:
         """Return the facts of the live version, as one that the server chose, or of the one asked for."""
         self.calls.append(f"facts {model.version}".rstrip())
         if model.version in self.gone:
-            raise RequestError(f"version {model.version} is not ready")
+            raise NotFoundError(f"version {model.version} is not ready")
         return (
             facts(model.version, *FACTS[model.version])
             if model.version

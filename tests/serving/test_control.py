@@ -1,6 +1,7 @@
 """Who may control a server: whoever has its key, which its user alone can read."""
 
 import re
+import socket
 import urllib.error
 import urllib.request
 from pathlib import Path
@@ -8,8 +9,10 @@ from pathlib import Path
 import pytest
 
 from serving import (
+    DeadlineError,
     RepositoryError,
     StartError,
+    control,
 )
 from serving.control import Control, find_control
 from serving.operations import deploy
@@ -53,3 +56,12 @@ def test_only_servers_of_ours_can_be_controlled(served: Served) -> None:
     with pytest.raises(RepositoryError, match="holds no model 'sst2_student' that takes texts"):
         deploy(server.control, "sst2_student")
     assert re.match(r"[\w-]{32}", server.control.key)
+
+
+def test_a_load_that_is_late_names_a_remedy_that_its_caller_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(control, "_TIMEOUT_S", 0.2)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        url = f"127.0.0.1:{silent.getsockname()[1]}"
+        late = Control(grpc_url=url, key="", repository="", staging="")
+        with pytest.raises(DeadlineError, match=r"gave no answer within 0\.2 s; look into its log, and whether it is"):
+            late.load("sst2")

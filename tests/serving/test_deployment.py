@@ -1,10 +1,12 @@
 """The files for the official container: valid by their own tools, and a start that closes what must be closed."""
 
 import os
+import re
 import signal
 import subprocess
 import sys
 import tomllib
+import urllib.request
 from collections.abc import Iterator
 from importlib.metadata import distribution
 from pathlib import Path
@@ -76,6 +78,51 @@ def test_the_gpu_patch_is_one_of_the_deployment(files: Path) -> None:
     }
 
 
+def test_compose_starts_what_the_other_files_speak_of(files: Path) -> None:
+    compose, gpu, prometheus = (
+        yaml.safe_load((files / name).read_text()) for name in ("compose.yaml", "compose.gpu.yaml", "prometheus.yml")
+    )
+    services = compose["services"]
+    exposed = re.search(r"^EXPOSE (.*)$", (files / "Dockerfile").read_text(), re.MULTILINE)
+    assert exposed is not None
+    ports = exposed[1].split()
+    # Nothing is open to other machines, and every port is one that the server has.
+    published = [port for service in services.values() for port in service["ports"]]
+    assert all(port.startswith("127.0.0.1:") for port in published)
+    assert {port.rpartition(":")[2] for port in services["triton"]["ports"]} < set(ports)
+    ((target,),) = [each["targets"] for scrape in prometheus["scrape_configs"] for each in scrape["static_configs"]]
+    assert target.split(":")[0] in services
+    assert target.split(":")[1] in ports
+    mounted = dict(volume.split(":")[:2] for volume in services["prometheus"]["volumes"])
+    folder = mounted["./prometheus.yml"].rpartition("/")[0]
+    for name in prometheus["rule_files"]:
+        assert mounted[f"./{name}"] == f"{folder}/{name}"
+        assert (files / name).is_file()
+    assert set(gpu["services"]) < set(services)
+    for file in (compose, gpu):
+        named = [volume.split(":")[0] for service in file["services"].values() for volume in service.get("volumes", [])]
+        assert {name for name in named if not name.startswith(".")} == set(file["volumes"])
+    assert gpu["services"]["triton"]["command"][0] == "/opt/compressor/start.sh"
+
+
+def test_the_autoscaler_asks_for_the_metric_that_the_adapter_gives(files: Path) -> None:
+    autoscaler, adapter, alerts = (
+        yaml.safe_load((files / name).read_text())
+        for name in ("kubernetes/autoscaler.yaml", "kubernetes/adapter-values.yaml", "alerts.yml")
+    )
+    (rule,), (metric,) = adapter["rules"]["custom"], autoscaler["spec"]["metrics"]
+    assert metric["pods"]["metric"]["name"] == rule["name"]["as"]
+    # What Prometheus itself records under this name is the same, and the alerts ask for nothing else.
+    rules = [each for group in alerts["groups"] for each in group["rules"]]
+    recorded = {each["record"]: each["expr"] for each in rules if "record" in each}
+    assert set(recorded) == {rule["name"]["as"]}
+    plain = rule["metricsQuery"].replace("<<.GroupBy>>", "job, instance").replace("{<<.LabelMatchers>>}", "")
+    assert "".join(plain.split()) == "".join(recorded[rule["name"]["as"]].split())
+    for alert in rules:
+        if "alert" in alert:
+            assert alert["expr"].split()[0].partition("{")[0] in {*recorded, "up"}
+
+
 def test_all_files_mean_the_same_places_and_versions(files: Path) -> None:
     texts = {path.name: path.read_text() for path in files.rglob("*") if path.is_file()}
     for name in ("Dockerfile", "compose.gpu.yaml", "deployment.yaml"):
@@ -92,8 +139,8 @@ def test_all_files_mean_the_same_places_and_versions(files: Path) -> None:
 
 
 @pytest.fixture
-def started(kit: Any, files: Path, tmp_path: Path) -> Iterator[tuple["subprocess.Popen[bytes]", int, Path]]:
-    """The script of the image, with the installed server in place of the container's: its process, port and log."""
+def started(kit: Any, files: Path, tmp_path: Path) -> Iterator[tuple["subprocess.Popen[bytes]", dict[str, int], Path]]:
+    """The script of the image, with the installed server in place of the container's: its process, ports and log."""
     write(kit.tiny_model(tmp_path / "model", response_cache=True), tmp_path / "models")
     wheel = find_wheel()
     binary, backends = prepare_binary(wheel, tmp_path), prepare_backends(wheel, tmp_path)
@@ -118,7 +165,7 @@ def started(kit: Any, files: Path, tmp_path: Path) -> Iterator[tuple["subprocess
     try:
         with Client(f"127.0.0.1:{ports['grpc']}", retries=8) as client:
             client.classify(["good"])
-        yield process, ports["grpc"], log
+        yield process, ports, log
     finally:
         if process.poll() is None:
             process.terminate()
@@ -152,9 +199,9 @@ def test_only_a_dead_model_process_ends_the_server(files: Path, tmp_path: Path, 
 
 
 @pytest.mark.triton
-def test_the_start_of_the_image_lets_nobody_change_models(started: tuple[Any, int, Path]) -> None:
-    _, port, _ = started
-    control = InferenceServerClient(f"127.0.0.1:{port}", channel_args=[("grpc.enable_http_proxy", 0)])
+def test_the_start_of_the_image_lets_nobody_change_models(started: tuple[Any, dict[str, int], Path]) -> None:
+    _, ports, _ = started
+    control = InferenceServerClient(f"127.0.0.1:{ports['grpc']}", channel_args=[("grpc.enable_http_proxy", 0)])
     for call in (
         lambda: control.load_model("sst2"),
         lambda: control.unload_model("sst2"),
@@ -168,7 +215,18 @@ def test_the_start_of_the_image_lets_nobody_change_models(started: tuple[Any, in
 
 
 @pytest.mark.triton
-def test_a_model_process_that_dies_ends_the_server(started: tuple[Any, int, Path]) -> None:
+def test_the_metrics_that_are_asked_for_are_there(started: tuple[Any, dict[str, int], Path], files: Path) -> None:
+    _, ports, _ = started
+    texts = [(files / name).read_text() for name in ("alerts.yml", "kubernetes/adapter-values.yaml")]
+    asked = {name for text in texts for name in re.findall(r"\b(?:nv|compressor)_\w+", text)}
+    with urllib.request.urlopen(f"http://127.0.0.1:{ports['metrics']}/metrics") as page:
+        there = set(re.findall(r"^# TYPE (\w+)", page.read().decode(), re.MULTILINE))
+    assert len(asked) >= 2
+    assert asked <= there
+
+
+@pytest.mark.triton
+def test_a_model_process_that_dies_ends_the_server(started: tuple[Any, dict[str, int], Path]) -> None:
     process, _, log = started
     assert process.poll() is None
     found = subprocess.run(["ps", "-wwo", "pid=,args=", "--ppid", str(process.pid)], capture_output=True, check=True)

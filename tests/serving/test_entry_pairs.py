@@ -60,7 +60,7 @@ def test_long_pairs_are_tokenised_as_if_they_were_whole(
     (whole,), (cut,) = reader.encode_batch_fast([(first, second)]), pairs.tokenise([[first], [second]])
     assert (cut.ids, cut.type_ids, cut.sequence_ids) == (whole.ids, whole.type_ids, whole.sequence_ids)
     assert bool(cut.overflowing) == bool(whole.overflowing)
-    assert shorten((first, second), reader, max_tokens) == pairs.shorten((first, second))
+    assert shorten((first, second), reader, max_tokens) == pairs.shorten_pair((first, second))
 
 
 def test_pair_of_the_longest_texts_is_answered_at_once(kit: Any, pairs: Any) -> None:
@@ -74,9 +74,9 @@ def test_pair_of_the_longest_texts_is_answered_at_once(kit: Any, pairs: Any) -> 
 
 def test_long_pairs_lose_what_is_not_read(pairs: Any) -> None:
     # max_tokens is 12: the longer text keeps 24 words.
-    assert [text.split() for text in pairs.shorten(("good " * 50, "bad " * 40))] == [["good"] * 24, ["bad"] * 12]
-    assert [text.split() for text in pairs.shorten(("good " * 40, "bad " * 40))] == [["good"] * 12, ["bad"] * 24]
-    assert pairs.shorten(("\u200b" * 50, "bad")) == ("\u200b" * 50, "bad")
+    assert [text.split() for text in pairs.shorten_pair(("good " * 50, "bad " * 40))] == [["good"] * 24, ["bad"] * 12]
+    assert [text.split() for text in pairs.shorten_pair(("good " * 40, "bad " * 40))] == [["good"] * 12, ["bad"] * 24]
+    assert pairs.shorten_pair(("\u200b" * 50, "bad")) == ("\u200b" * 50, "bad")
 
 
 def test_first_and_second_text_are_told_apart(kit: Any, pairs: Any) -> None:

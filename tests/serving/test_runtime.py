@@ -7,6 +7,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 import urllib.request
 from collections.abc import Callable
@@ -24,11 +25,13 @@ from serving import (
     free_port,
     operations,
     runtime,
+    versions,
     wheel,
     write,
 )
 from serving.control import Control, find_control, is_served, reached, served_at
-from tests.serving.conftest import regions, wait_until
+from serving.verify import verify
+from tests.serving.conftest import publish, regions, wait_until
 
 
 @pytest.mark.parametrize("name", ["http_port", "grpc_port", "metrics_port"])
@@ -115,31 +118,38 @@ def test_folder_of_somebody_else_is_not_used(
     run = tmp_path / "elsewhere" / "compressor-test"
     run.mkdir()
     Control(grpc_url="127.0.0.1:1", key="", repository=str(tmp_path), staging="").save(run)
-    with (run / "lock").open("w") as lock:
+    lock = os.open(run, os.O_RDONLY)
+    try:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        assert not is_served(tmp_path)
+        assert served_at(tmp_path) is None
         with pytest.raises(StartError, match="belongs to somebody else; remove it, or set TMPDIR"):
             find_control("127.0.0.1:1")
         temporary.unlink()
         (tmp_path / "elsewhere").rename(temporary)
-        assert is_served(tmp_path)
+        assert served_at(tmp_path) == "127.0.0.1:1"
         assert find_control("127.0.0.1:1").repository == str(tmp_path)
         monkeypatch.setattr(os, "getuid", lambda: 4321)
         temporary.rename(tmp_path / "compressor-triton-4321")
-        assert not is_served(tmp_path)
+        assert served_at(tmp_path) is None
+    finally:
+        os.close(lock)
+    monkeypatch.undo()
+    assert served_at(tmp_path) is None
 
 
 def test_leftovers_are_removed_but_not_what_is_alive(kit: Any, temporary: Path) -> None:
     dead, alive = temporary / "compressor-dead0test", temporary / "compressor-alive0test"
     for run in (dead, alive):
         run.mkdir(parents=True)
-        (run / "lock").touch()
         Path("/dev/shm", f"{run.name}-region").touch()
     try:
-        with (alive / "lock").open() as lock:
+        lock = os.open(alive, os.O_RDONLY)
+        try:
             fcntl.flock(lock, fcntl.LOCK_EX)
             new, descriptor = runtime._new_run()
             os.close(descriptor)
+        finally:
+            os.close(lock)
         assert sorted(os.listdir(temporary)) == sorted([alive.name, new.name])
         assert regions("compressor-dead0test") == []
         assert regions("compressor-alive0test") == ["compressor-alive0test-region"]
@@ -226,6 +236,32 @@ def test_a_server_is_not_ready_before_its_models_are(
             assert client.is_ready()
     finally:
         server.stop()
+
+
+@pytest.mark.triton
+def test_a_served_repository_says_so_whatever_tmpdir_is(
+    kit: Any, tmp_path: Path, temporary: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root = tmp_path / "repository"
+    assert publish(kit, tmp_path, 1) == 1
+    assert not is_served(root)
+    with TritonServer(root, **kit.ports()):
+        with monkeypatch.context() as other:
+            other.setattr(tempfile, "tempdir", str(tmp_path / "elsewhere"))
+            assert served_at(root) is None
+            assert is_served(root)
+            assert publish(kit, tmp_path, 2) == 2
+        assert versions.waiting(root / "sst2") == 2
+        # A cleaner of temporary files leaves what is locked: the folder, not a file in it.
+        (run,) = temporary.glob("compressor-*")
+        descriptor = os.open(run, os.O_RDONLY)
+        try:
+            with pytest.raises(BlockingIOError):
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        finally:
+            os.close(descriptor)
+        assert verify(root) == []
+    assert not is_served(root)
 
 
 @pytest.mark.triton

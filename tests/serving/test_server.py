@@ -6,6 +6,7 @@ import os
 import re
 import socket
 import threading
+import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
@@ -15,10 +16,10 @@ from typing import Any, Literal
 import numpy as np
 import pytest
 
-from serving import Client, Queue, RequestError, ServedModel, ServingError, TritonServer, read, write
+from serving import Client, NotFoundError, Queue, RequestError, ServedModel, ServingError, TritonServer, read, write
 from serving.aio import AsyncClient
 from serving.operations import deploy, rollback
-from tests.serving.conftest import classification
+from tests.serving.conftest import classification, wait_until
 
 pytestmark = pytest.mark.triton
 protocols = pytest.mark.parametrize("protocol", ["http", "grpc"])
@@ -214,11 +215,16 @@ def test_teacher_answers_beside_the_student(server: TritonServer, protocol: Prot
 
 
 @protocols
-@pytest.mark.parametrize(("model", "message"), [("rte", "unknown model"), ("sst2_student", "names no labels")])
-def test_wrong_model_is_named(server: TritonServer, protocol: Protocol, model: str, message: str) -> None:
+@pytest.mark.parametrize(
+    ("model", "kind", "message"),
+    [("rte", NotFoundError, "unknown model: 'rte'"), ("sst2_student", RequestError, "names no labels")],
+)
+def test_wrong_model_is_named(
+    server: TritonServer, protocol: Protocol, model: str, kind: type[ServingError], message: str
+) -> None:
     with client_of(server, protocol, model=model) as client:
         assert client.is_ready() == (model == "sst2_student")
-        with pytest.raises(RequestError, match=message):
+        with pytest.raises(kind, match=message):
             client.classify(["good"])
 
 
@@ -235,15 +241,26 @@ def test_every_error_has_an_exit_code(server: TritonServer) -> None:
     assert caught.value.exit_code == 1
 
 
-def test_metrics_are_served(server: TritonServer) -> None:
-    with urllib.request.urlopen(server.metrics_url) as answer:
-        page = answer.read().decode()
-    assert 'nv_inference_count{model="sst2"' in page
-    counted = re.search(r'compressor_texts_total{model="sst2",version="2"} (\d+)', page)
-    assert counted
-    assert int(counted[1]) > 0
+def test_metrics_are_served_and_count_every_text(server: TritonServer) -> None:
+    def page() -> str:
+        with urllib.request.urlopen(server.metrics_url) as answer:
+            return str(answer.read().decode())
+
+    def counted() -> int:
+        found = re.search(r'compressor_texts_total{model="sst2",version="2"} (\d+)', page())
+        return int(found[1]) if found else 0
+
+    assert 'nv_inference_count{model="sst2"' in page()
+    time.sleep(1.5)  # what other tests have asked is handed over within a second
+    before = counted()
+    with client_of(server, "grpc") as client:
+        for _ in range(57):
+            client.classify(["good"])
+    # No further request comes that could bring the last of them.
+    wait_until(lambda: counted() >= before + 57)
+    assert counted() == before + 57
     for name in ("tokenise_seconds", "run_seconds", "tokens", "padded_tokens"):
-        assert f'compressor_{name}_total{{model="sst2",version="2"}}' in page
+        assert f'compressor_{name}_total{{model="sst2",version="2"}}' in page()
 
 
 def test_the_best_labels_can_be_asked_of_triton(server: TritonServer) -> None:

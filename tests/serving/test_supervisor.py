@@ -106,7 +106,10 @@ def supervised(log: Path, script: str, orders: bytes) -> int:
     """Run a shell script as the server, give orders after a moment, and return the status."""
     (log.parent / "run").mkdir()
     process = subprocess.Popen(
-        [sys.executable, "-I", "-S", supervisor.__file__, str(log.parent / "run"), str(log), "1", "sh", "-c", script],
+        [
+            *(sys.executable, "-I", "-S", supervisor.__file__, str(log.parent / "run"), str(log), "1", str(log.parent)),
+            *("sh", "-c", script),
+        ],
         stdin=subprocess.PIPE,
         start_new_session=True,
     )
@@ -215,3 +218,19 @@ def test_waiting_ends_when_a_server_is_given_up(
             server.wait()
         assert len(server.deaths()) == supervisor.MOST_DEATHS
         assert "the server died by SIGKILL; the server is started again" in caplog.text
+
+
+def test_children_that_have_died_are_found_whichever_thread_began_them() -> None:
+    begun: list[subprocess.Popen[bytes]] = []
+    begin = threading.Thread(target=lambda: begun.append(subprocess.Popen(["true"])))
+    begin.start()
+    begin.join()
+    begun += [subprocess.Popen(["true"]), subprocess.Popen(["sleep", "60"])]
+    try:
+        wait_until(lambda: supervisor._dead_children(os.getpid()) == {child.pid for child in begun[:2]})
+    finally:
+        begun[2].kill()
+        for child in begun:
+            child.wait()
+    assert supervisor._dead_children(os.getpid()) == set()
+    assert supervisor._dead_children(begun[0].pid) == set()
