@@ -13,6 +13,7 @@ from benchmarks import making
 from benchmarks.options import (
     JsonOption,
     OutOption,
+    PageOutOption,
     QuickOption,
     RepositoryOption,
     RunOption,
@@ -61,12 +62,13 @@ def run_compare(
         Path | None, typer.Option("--baseline", help="An earlier compare.json: exit with 3 if a ratio regressed.")
     ] = None,
     tolerance: Annotated[
-        float, typer.Option("--tolerance", min=0, max=1, help="Share that a ratio may fall by.")
-    ] = 0.1,
+        float | None,
+        typer.Option("--tolerance", min=0, max=1, help="Share that a ratio may fall by; 0.1 if not given."),
+    ] = None,
     threads: ThreadsOption = None,
     seed: SeedOption = 0,
     quick: QuickOption = False,
-    out: OutOption = None,
+    out: PageOutOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Accuracy, latency, throughput, start, memory and cost of teacher and student, in process and served.
@@ -93,8 +95,7 @@ def run_compare(
         command=command(),
     )
     result = compare.compare(question)
-    html = None if out is None else compare_page.html(result)
-    show(result, compare_tables.tables(result), out, quick=quick, as_json=as_json, html=html)
+    show(result, compare_tables.tables(result), out, quick=quick, as_json=as_json, html=compare_page.html)
     failed = compare.failures(result)
     if failed:
         raise ServingError(f"{failed} requests failed under load; their number stands beside each concurrency and rate")
@@ -162,7 +163,7 @@ def run_scale(
     threads: ThreadsOption = None,
     seed: SeedOption = 0,
     quick: QuickOption = False,
-    out: OutOption = None,
+    out: PageOutOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """What a call costs as tokens, batch, labels and clients grow; where that is not linear.
@@ -174,7 +175,7 @@ def run_scale(
 
     plan = scale.QUICK if quick else scale.FULL
     result = scale.scale(run, repository, plan=plan, threads=threads or available_cores(), seed=seed, command=command())
-    show(result, scale.tables(result), out, quick=quick, as_json=as_json, html=scale.html(result))
+    show(result, scale.tables(result), out, quick=quick, as_json=as_json, html=scale.html)
 
 
 @app.command("soak")

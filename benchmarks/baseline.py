@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from pydantic import BaseModel, FiniteFloat, PositiveFloat, ValidationError
+
 from benchmarks.ratios import QUALITY, name_of
 from benchmarks.report import MISSING, Table, number
 from compressor.errors import ArtifactError, GateError
@@ -15,8 +17,29 @@ TOLERANCE = 0.1
 QUALITY_TOLERANCE = 0.01  # a tenth of the speed is a bad day, a tenth of the accuracy another model
 
 
-def read_baseline(file: Path, schema_version: int) -> dict[str, Any]:
-    """An earlier result. Raises ArtifactError if the file is none, or one of another form."""
+class _Ratio(BaseModel):
+    figure: str
+    where: str
+    system: str
+    than: str
+    ratio: PositiveFloat
+    interval_95: tuple[FiniteFloat, FiniteFloat] | None
+
+
+class _Before(BaseModel):
+    """What is read of an earlier result."""
+
+    command: str
+    machine: dict[str, Any]
+    ratios: list[_Ratio]
+
+
+def read_baseline(file: Path, schema_version: int, **alike: Any) -> dict[str, Any]:
+    """What counts of an earlier result: command, machine and ratios. All that can be wrong with it is found here.
+
+    `alike` are keys that it must have as they are now. Raises ArtifactError if the file is no result, or one of another
+    form, or was measured otherwise.
+    """
     try:
         found = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
@@ -29,36 +52,46 @@ def read_baseline(file: Path, schema_version: int) -> dict[str, Any]:
             f"--baseline {file} is a result of {kind!r} in version {version} of its form; it must be of 'compare' in "
             f"version {schema_version}: measure it again"
         )
-    return dict(found)
+    for key, now in alike.items():
+        if found.get(key) != now:
+            raise ArtifactError(
+                f"--baseline {file} was measured with {key} {found.get(key)}, this run would be with {now}; compare "
+                "like with like"
+            )
+    try:
+        before = _Before.model_validate(found)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, first["loc"]))
+        raise ArtifactError(f"--baseline {file} has a fault at {where} ({first['msg']}); measure it again") from error
+    if not any(row.where == "file" for row in before.ratios):
+        raise ArtifactError(f"--baseline {file} lacks the ratios of size, which every result has; measure it again")
+    return before.model_dump()
 
 
 def against_baseline(
     result: Mapping[str, Any], before: Mapping[str, Any], *, file: Path, tolerance: float
 ) -> dict[str, Any]:
-    """Each ratio that both have, and whether it regressed.
+    """Each ratio that both have, and whether it regressed; `before` is what `read_baseline` gives.
 
-    It did if it is lower by more than `tolerance` (a share; of the task's metric `QUALITY_TOLERANCE` at most) and the
-    intervals do not overlap; without an interval nothing is known. Raises ArtifactError if the earlier result is of
-    another task, effort or number of threads, or has no ratio that this one has.
+    A speed or size did if its ratio is lower by more than `tolerance` (a share) and the intervals do not overlap;
+    without an interval nothing is known. The task's metric did if it is lower by more than `QUALITY_TOLERANCE`, or
+    `tolerance` if that is less: the same rows were answered, so that no interval excuses it. It is `lost` if both
+    systems were measured and it has no ratio any more: one of them is no longer above 0.
     """
-    for key, what in (("task", "task"), ("quick", "--quick"), ("threads", "--threads")):
-        if before[key] != result[key]:
-            raise ArtifactError(
-                f"--baseline {file} was measured with {what} {before[key]}, this run with {result[key]}; compare like "
-                "with like"
-            )
     was = {name_of(row): row for row in before["ratios"]}
     now = {name_of(row): row for row in result["ratios"]}
     rows = [_compared(now[name], was[name], tolerance) for name in now if name in was]
-    if not rows:
-        raise ArtifactError(f"--baseline {file} has no ratio that this run has; measure it again")
+    measured = {*result["in_process"], *result["served"]}
+    gone = [name for name in was if name not in now]
     return {
         "file": str(file),
         "command": before["command"],
         "is_same_machine": before["machine"] == result["machine"],
         "tolerance": tolerance,
         "compared": rows,
-        "only_before": [", ".join(name) for name in was if name not in now],
+        "lost": [", ".join(name) for name in gone if name[1] in QUALITY and measured.issuperset(name[2:])],
+        "only_before": [", ".join(name) for name in gone],
         "only_now": [", ".join(name) for name in now if name not in was],
     }
 
@@ -66,8 +99,9 @@ def against_baseline(
 def _compared(now: Mapping[str, Any], was: Mapping[str, Any], tolerance: float) -> dict[str, Any]:
     fell_by = 1 - now["ratio"] / was["ratio"]
     if now["where"] in QUALITY:
-        tolerance = min(tolerance, QUALITY_TOLERANCE)
-    apart = None not in (now["interval_95"], was["interval_95"]) and now["interval_95"][1] < was["interval_95"][0]
+        tolerance, counts = min(tolerance, QUALITY_TOLERANCE), True
+    else:
+        counts = None not in (now["interval_95"], was["interval_95"]) and now["interval_95"][1] < was["interval_95"][0]
     return {
         **{name: now[name] for name in ("figure", "where", "system", "than")},
         "was": was["ratio"],
@@ -76,7 +110,7 @@ def _compared(now: Mapping[str, Any], was: Mapping[str, Any], tolerance: float) 
         "is_95": now["interval_95"],
         "fell_by": fell_by,
         "tolerance": tolerance,
-        "is_regression": fell_by > tolerance and apart,
+        "is_regression": fell_by > tolerance and counts,
     }
 
 
@@ -84,15 +118,16 @@ def check_baseline(found: Mapping[str, Any]) -> None:
     """Raise GateError that names each ratio that regressed, and by how much."""
     worse = [
         f"{row['figure']} of {row['system']} against {row['than']} ({row['where']}) fell by "
-        f"{100 * row['fell_by']:.1f} % (allowed {100 * row['tolerance']:.0f} %), from {row['was']:.2f} to "
+        f"{100 * row['fell_by']:.1f} % (allowed {100 * row['tolerance']:g} %), from {row['was']:.2f} to "
         f"{row['is']:.2f} times"
         for row in found["compared"]
         if row["is_regression"]
     ]
+    worse += [f"{name} has no ratio any more: one of the two is not above 0" for name in found["lost"]]
     if worse:
+        count = len(found["compared"]) + len(found["lost"])
         raise GateError(
-            f"{len(worse)} of {len(found['compared'])} ratios regressed by more than allowed since {found['file']}: "
-            f"{'; '.join(worse)}"
+            f"{len(worse)} of {count} ratios regressed by more than allowed since {found['file']}: {'; '.join(worse)}"
         )
 
 
@@ -104,9 +139,11 @@ def table(found: Mapping[str, Any]) -> Table:
             number(row["was"]),
             number(row["is"]),
             f"{-100 * row['fell_by']:+.1f} %",
+            f"{-100 * row['tolerance']:g} %",
             "REGRESSED" if row["is_regression"] else "",
         ]
         for row in sorted(found["compared"], key=lambda row: -row["fell_by"])
     ]
-    rows += [[name, "", MISSING, "", "not measured now"] for name in found["only_before"]]
-    return Table(f"Against {found['file']}", ["ratio", "was", "is", "change", ""], rows)
+    for name in found["only_before"]:
+        rows.append([name, "", MISSING, "", "", "REGRESSED" if name in found["lost"] else "not measured now"])
+    return Table(f"Against {found['file']}", ["ratio", "was", "is", "change", "allowed", ""], rows)

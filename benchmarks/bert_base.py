@@ -31,10 +31,11 @@ def bert_base(task: Task, vocabulary: int) -> BertForSequenceClassification:
     return BertForSequenceClassification(config).eval()
 
 
-def write_repository(model: BertForSequenceClassification, run: Run, root: Path, threads: int) -> None:
+def write_repository(model: BertForSequenceClassification, run: Run, root: Path, cores: int) -> None:
     """Write a model repository that serves `model` as `BERT_BASE`, behind the same entry model as the run's student.
 
-    One instance with all `threads`: that answers one text soonest, and texts that wait meanwhile share a batch.
+    One instance with a thread for each of the `cores`: that answers one text soonest, and texts that wait meanwhile
+    share a batch.
     """
     forms, graph = forms_of(run), f"{BERT_BASE}_graph"
     weights, tokenizer = root / graph / "1" / "model", forms.student / "tokenizer.json"
@@ -49,7 +50,7 @@ def write_repository(model: BertForSequenceClassification, run: Run, root: Path,
         pair=run.task.is_pair,
         max_tokens=run.max_tokens,
         instances=1,
-        intra_op_threads=threads,
+        intra_op_threads=cores,
     )
     source = Source(inputs=("input_ids", "attention_mask", "token_type_ids"), pad_id=forms.pad_id, warmups=())
     entry = root / BERT_BASE / "1"

@@ -32,12 +32,14 @@ from benchmarks.peers import PEERS, check_peers
 from benchmarks.ratios import BATCHES, ONE_TEXT, Standing, find, ratios, standing_of, targets
 from benchmarks.runs import Run, forms_of, open_run
 from benchmarks.text_to_label import measure_texts
-from compressor.errors import GateError
+from compressor.errors import ConfigError, GateError
 from compressor.evaluate import METRIC_NAMES, Logits, queries
+from compressor.report import times
 from compressor.report_answers import calibrations, disagreements
 
 SCHEMA_VERSION = 2
 HEADLINE_SHAPE = "1x32"
+SIGNIFICANT = 0.05  # McNemar's p below it: more than chance explains
 ALONE = (("p50", REAL_TEXTS), ("text to label p50", ONE_TEXT))
 """Ratios to peers that the verdict tells: of one real text."""
 CONDITIONS = {
@@ -52,9 +54,11 @@ CONDITIONS = {
     "processor_time": "of all threads of the process, token ids in, logits out, no server; a library's threads that "
     "spin while they wait count as work",
     "served": "Triton, on the same machine unless --url names another, text in, label out; gRPC, one text per request, "
-    "from one client process which shares the cores with the server; models take turns, BERT-base on a server of its "
-    "own. Closed loop: a thread per client, which sends when its last request is answered. Open loop: requests at "
-    "random moments planned in advance, waited for from the planned moment",
+    "from one client process which shares the cores with the server; each model has the instances and threads that its "
+    "repository was made with, whatever --threads says; models take turns, BERT-base on a server of its own with the "
+    "student's cores; a cascade asks two models and is measured here alone. Closed loop: a thread per client, which "
+    "sends when its last request is answered. Open loop: requests at random moments planned in advance, waited for "
+    "from the planned moment",
     "ratios": "Hodges-Lehmann estimate over the rounds with Wilcoxon's 95 % interval (Student's t under six rounds); "
     "the systems of a round were measured one after the other",
 }
@@ -77,8 +81,21 @@ class Question:
     price_per_core_hour: float
     """In any currency."""
     baseline: Path | None
-    tolerance: float
+    tolerance: float | None
+    """Share that a ratio may fall by since the baseline; none = `baseline.TOLERANCE`."""
     command: str
+
+    def __post_init__(self) -> None:
+        if self.wanted.bert_base and self.url is not None:
+            raise ConfigError(
+                f"--bert-base with --url {self.url}: it is served on this machine beside the others, so that their "
+                "times could not be compared; drop one of the two"
+            )
+        if self.tolerance is not None and self.baseline is None:
+            raise ConfigError(
+                f"--tolerance {self.tolerance:g} is how far a ratio may fall since --baseline, which is not given; "
+                "give one, or drop it"
+            )
 
 
 def compare(question: Question) -> dict[str, Any]:
@@ -86,13 +103,15 @@ def compare(question: Question) -> dict[str, Any]:
 
     Raises CompressorError or ServingError if run, repository, baseline, a peer or the server cannot be used.
     """
-    before = None if question.baseline is None else baseline.read_baseline(question.baseline, SCHEMA_VERSION)
     check_peers(question.wanted.peers)
-    run = open_run(question.run)
+    run, before = open_run(question.run), None
+    if question.baseline is not None:
+        alike = {"task": run.task.name, "quick": question.quick, "threads": question.threads}
+        before = baseline.read_baseline(question.baseline, SCHEMA_VERSION, **alike)
     if question.url is None:
         served.check_repository(run, question.repository)
-    served.check_server(run, question.repository, question.url)
-    with _untrained(run, question):
+    cores = served.check_server(run, question.repository, question.url)
+    with _untrained(run, question.wanted, cores):
         pass  # it starts: better known now than after half an hour
     effort, begun = QUICK if question.quick else FULL, report.Begun()
     result: dict[str, Any] = {
@@ -110,7 +129,10 @@ def compare(question: Question) -> dict[str, Any]:
         "systems": _about(question.wanted),
     }
     logits = _measure_in_process(run, question, result)
-    with served.server(question.repository, question.url) as running, _untrained(run, question) as untrained:
+    with (
+        served.server(question.repository, question.url) as running,
+        _untrained(run, question.wanted, cores) as untrained,
+    ):
         result["served"] = served.measure_served(
             run,
             running,
@@ -127,31 +149,39 @@ def compare(question: Question) -> dict[str, Any]:
                     None if spent is None else cost.price(spent, question.price_per_core_hour)
                 )
         result["time_split_ms"] = served.time_split_ms(run, running, effort, question.seed)
+        result["overhead"]["served_client_share"] = _client_share(result["time_split_ms"])
         result["server"] = {"ready_s": running.ready_s, "uss_bytes": running.memory_bytes()}
     result |= report.context(begun, command=question.command, seed=question.seed, threads=question.threads)
     result["ratios"] = ratios(result)
     result["targets"] = targets(result["ratios"], result["overhead"]["share"])
     result["verdict"] = verdict(result)
     if before is not None and question.baseline is not None:
-        found = baseline.against_baseline(result, before, file=question.baseline, tolerance=question.tolerance)
+        tolerance = baseline.TOLERANCE if question.tolerance is None else question.tolerance
+        found = baseline.against_baseline(result, before, file=question.baseline, tolerance=tolerance)
         result["baseline"] = found
     return result
 
 
 @contextmanager
-def _untrained(run: Run, question: Question) -> Iterator[dict[str, served.Server]]:
-    """The server of BERT-base, if it is wanted and the others are on this machine."""
-    if not question.wanted.bert_base or question.url is not None:
+def _untrained(run: Run, wanted: Wanted, cores: int) -> Iterator[dict[str, served.Server]]:
+    """The server of BERT-base, if it is wanted, with as many cores as the student's."""
+    if not wanted.bert_base:
         yield {}
         return
     from compressor.checkpoints import load_tokenizer
 
     with tempfile.TemporaryDirectory() as root:
         model = bert_base(run.task, len(load_tokenizer(run.teacher.path)))
-        write_repository(model, run, Path(root), question.threads)
+        write_repository(model, run, Path(root), cores)
         del model
         with served.server(Path(root), None) as running:
             yield {BERT_BASE: running}
+
+
+def _client_share(split: Mapping[str, Mapping[str, float]]) -> float | None:
+    """Share of client and network in a mean request to the student of one client; None if it is not known."""
+    parts = next(iter(split.values()), None)
+    return None if parts is None else parts["client"] / sum(parts.values())
 
 
 def _measure_in_process(run: Run, question: Question, result: dict[str, Any]) -> dict[str, Logits]:
@@ -204,21 +234,44 @@ def _about(wanted: Wanted) -> dict[str, str]:
 def verdict(result: Mapping[str, Any]) -> str:
     """The comparison in a sentence."""
     teacher, student = result["in_process"][TEACHER], result["in_process"][STUDENT]
-    ours, theirs = student["test"]["score"], teacher["test"]["score"]
     shape = headline_shape(student)
     speed = find(result["ratios"], "p50", shape, TEACHER)
-    size = teacher["size_bytes"] / student["size_bytes"]
     assert speed is not None  # teacher and student are always measured
-    low, high = speed["interval_95"] or (speed["ratio"], speed["ratio"])
-    kept = f"keeps {100 * ours / theirs:.1f} % of" if theirs > 0 else "is compared with"
+    size = times(teacher["size_bytes"], student["size_bytes"], "smaller", "larger")
     busy = "; other work kept the machine busy: do not publish these times" if result["machine_was_busy"] else ""
     quick = "; a quick look, not a measurement" if result["quick"] else ""
     tail = f"{_against_peers(result)}{quick}{busy}"
     return (
-        f"The INT8 student {kept} the teacher's test {result['metric']} ({100 * ours:.1f} against {100 * theirs:.1f}), "
-        f"is {size:.1f} times smaller, and answers {shape.replace('x', ' x ')} tokens {speed['ratio']:.1f} times "
-        f"faster (95 % interval {low:.1f} to {high:.1f}) than the teacher in PyTorch{tail}."
+        f"The INT8 student {_kept(student['test'], teacher['test'], result['metric'])}, is {size}, and answers "
+        f"{shape.replace('x', ' x ')} tokens {_faster(speed)} the teacher in PyTorch{tail}."
     )
+
+
+def _kept(ours: Mapping[str, Any], theirs: Mapping[str, Any], metric: str) -> str:
+    """The student's metric on the test rows and the teacher's, and whether chance explains the difference."""
+    score, other, pair = ours["score"], theirs["score"], ours["against_teacher"]  # the pair is teacher, student
+    word = "reaches" if score > other else "keeps"
+    kept = f"{word} {100 * score / other:.1f} % of" if min(score, other) > 0 else "is compared with"
+    if metric == "accuracy":
+        differs, shown = pair["p_value"] < SIGNIFICANT, f"McNemar p = {pair['p_value']:.2g}"
+    else:
+        low, high = (-100 * end for end in reversed(pair["difference_95"]))
+        differs, shown = low > 0 or high < 0, f"95 % interval of the difference {low:+.1f} to {high:+.1f} points"
+    chance = "more than chance explains" if differs else "which chance can explain"
+    return f"{kept} the teacher's test {metric} ({100 * score:.1f} against {100 * other:.1f}, {chance}: {shown})"
+
+
+def _faster(speed: Mapping[str, Any]) -> str:
+    """How the student's time stands to another's, as far as the rounds tell."""
+    ratio, interval = speed["ratio"], speed["interval_95"]
+    words = times(ratio, 1.0, "faster", "slower")
+    if interval is None:
+        return f"{words} (one round, no interval) than"
+    low, high = interval
+    if standing_of(speed) is Standing.OPEN:
+        return f"in a time not told apart ({words}, 95 % interval of the ratio {low:.2f} to {high:.2f}) from that of"
+    low, high = (low, high) if ratio >= 1 else (1 / high, 1 / low)
+    return f"{words} (95 % interval {low:.1f} to {high:.1f}) than"
 
 
 def headline_shape(system: Mapping[str, Any]) -> str:

@@ -85,10 +85,12 @@ def in_process(result: Mapping[str, Any]) -> Table:
         for name, facts in systems.items()
     ]
     rows.append(["tokenizer alone", percentiles(result["tokenizer"]), *("" for _ in shapes)])
-    share = 100 * result["overhead"]["share"]
+    overhead = result["overhead"]
+    client = overhead["served_client_share"]
     title = (
         "In process, token ids in, p50 / p95 / p99 in ms "
-        f"(an empty call takes {1000 * result['overhead']['empty_call_p50_ms']:.1f} us, {share:.2g} % of the fastest)"
+        f"(an empty call takes {1000 * overhead['empty_call_p50_ms']:.1f} us, {100 * overhead['share']:.2g} % of the "
+        f"fastest{'' if client is None else f'; client and network take {100 * client:.0f} % of a served request'})"
     )
     header = ["system", *(named(shape) for shape in shapes), f"texts/s, batches of {THROUGHPUT_BATCH}"]
     return Table(title, header, rows)
@@ -154,7 +156,7 @@ def closed_loop(result: Mapping[str, Any]) -> Table:
     """Served, each client waiting for its answer."""
     rows = [
         [
-            name,
+            f"{name} ({facts['instances']} x {facts['threads_of_each']})",
             str(row["concurrency"]),
             percentiles(row),
             number(row["requests_per_s"], 1),
@@ -167,7 +169,7 @@ def closed_loop(result: Mapping[str, Any]) -> Table:
         for row in facts["load"]
     ]
     header = [
-        "model",
+        "model (instances x threads)",
         "clients",
         "p50 / p95 / p99 ms",
         "requests/s",

@@ -80,7 +80,7 @@ def compare_copies(
         "task": task.name,
         "metric": METRIC_NAMES[task.metric],
         "run": str(run),
-        **report.context(begun, command=command, seed=seeds[0], threads=threads),
+        **report.context(begun, command=command, seed=seeds, threads=threads),
         "method": method,
         "teacher_score": teacher.metrics["test"]["score"],
         "student": config.student.model_dump(),

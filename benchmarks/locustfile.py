@@ -37,7 +37,7 @@ import math
 import random
 import sys
 import time
-from collections.abc import Container, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, NoReturn, cast
 
@@ -245,12 +245,11 @@ def read_texts(path: Path) -> list[Text]:
 
         with pa.memory_map(str(path)) as file, pa.ipc.open_stream(file) as stream:
             table = stream.read_all()
-        rows = list(zip(*(table.column(name).to_pylist() for name in _columns(table.column_names)), strict=True))
+        rows = _texts_of(table.to_pylist())
     else:
         lines = [line for line in path.read_text(encoding="utf-8").split("\n") if line.strip()]
         if path.suffix == ".jsonl":
-            facts = [json.loads(line) for line in lines]
-            rows = [tuple(row[name] for name in _columns(facts[0])) for row in facts]
+            rows = _texts_of([_read_json(number, line) for number, line in enumerate(lines, 1)])
         else:
             rows = [tuple(line.split("\t")) if path.suffix == ".tsv" else (line,) for line in lines]
     if not rows or not all(isinstance(text, str) and text.strip() for row in rows for text in row):
@@ -260,8 +259,25 @@ def read_texts(path: Path) -> list[Text]:
     return [row if len(row) == 2 else row[0] for row in rows]
 
 
-def _columns(found: Container[str]) -> tuple[str, ...]:
-    return ("text", "text_b") if "text_b" in found else ("text",)
+def _read_json(number: int, line: str) -> dict[str, Any]:
+    try:
+        found = json.loads(line)
+    except ValueError as error:
+        raise ValueError(f"row {number} is no JSON ({error})") from error
+    if not isinstance(found, dict):
+        raise ValueError(f"row {number} is no JSON object; it must be one with the key 'text'")
+    return found
+
+
+def _texts_of(rows: Sequence[dict[str, Any]]) -> list[tuple[Any, ...]]:
+    """The values of 'text', and of 'text_b' if the first row has one. Raises ValueError if a row lacks one."""
+    keys = ("text", "text_b") if rows and "text_b" in rows[0] else ("text",)
+    for number, row in enumerate(rows, 1):
+        for key in keys:
+            if key not in row:
+                has = ", ".join(map(repr, row)) or "nothing"
+                raise ValueError(f"row {number} has no key {key!r} but {has}; rename it, or name another file")
+    return [tuple(row[key] for key in keys) for row in rows]
 
 
 def check_answers(answers: Sequence[Answer], labels: Sequence[str], count: int) -> None:
@@ -406,8 +422,10 @@ def prepare(environment: Environment, **_: Any) -> None:
         ]
     try:
         recorder = Recorder(environment)
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        _leave(f"--texts {options.texts}, --raw or --summary cannot be used: {error}")
+    except OSError as error:
+        _leave(f"--texts, --raw or --summary cannot be used: {error}")
+    except ValueError as error:
+        _leave(f"--texts {options.texts} cannot be used: {error}")
     if options.step_users and not isinstance(environment.runner, WorkerRunner):
         if options.num_users is None:
             # Where users come in steps, locust's page does not ask how many.

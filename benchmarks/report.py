@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -27,7 +28,7 @@ class Table:
 
     def text(self) -> str:
         """For a terminal: first column to the left, the others to the right."""
-        lines = [list(self.header), *(list(row) for row in self.rows)]
+        lines = [[" ".join(cell.split()) for cell in line] for line in (self.header, *self.rows)]
         widths = [max(len(line[column]) for line in lines) for column in range(len(self.header))]
         shown = [
             "  ".join(cell.rjust(width) if place else cell.ljust(width) for place, (cell, width) in enumerate(cells))
@@ -37,10 +38,12 @@ class Table:
 
     def markdown(self) -> str:
         """As GitHub renders it."""
-        rule = ["---", *("---:" for _ in self.header[1:])]
-        cells = ([cell.replace("|", "\\|") for cell in line] for line in (self.header, rule, *self.rows))
-        lines = [f"| {' | '.join(line)} |" for line in cells]
-        return "\n".join([f"## {self.title}", "", *lines])
+        from compressor.page import plain  # matplotlib comes with it, which a process that measures need not load
+
+        header, *rows = ([plain(cell) for cell in line] for line in (self.header, *self.rows))
+        rule = ["---", *("---:" for _ in header[1:])]
+        lines = [f"| {' | '.join(line)} |" for line in (header, rule, *rows)]
+        return "\n".join([f"## {plain(self.title)}", "", *lines])
 
 
 def number(value: float | int | None, digits: int = 2) -> str:
@@ -61,8 +64,8 @@ class Begun:
         self.other_work = machine.OtherWork()
 
 
-def context(begun: Begun, *, command: str, seed: int, threads: int) -> dict[str, Any]:
-    """What every result says of its making, asked for at its end: command, seed, machine, versions, other work."""
+def context(begun: Begun, *, command: str, seed: int | Sequence[int], threads: int) -> dict[str, Any]:
+    """What every result says of its making, asked for at its end: command, seeds, machine, versions, other work."""
     before, meanwhile = begun.in_use_before_percent, begun.other_work.percent()
     versions = machine.versions()
     for name in MORE_PACKAGES:
@@ -72,7 +75,7 @@ def context(begun: Begun, *, command: str, seed: int, threads: int) -> dict[str,
             continue
     return {
         "command": command,
-        "seed": seed,
+        **({"seed": seed} if isinstance(seed, int) else {"seeds": list(seed)}),
         "threads": threads,
         "cpu_in_use_before_percent": before,
         "other_work_meanwhile_percent": meanwhile,
@@ -86,10 +89,11 @@ def headline(result: Mapping[str, Any]) -> str:
     """The conditions in two lines."""
     where = result["machine"]
     busy = ": do not publish these times" if result["machine_was_busy"] else ""
+    seed = f"seed {result['seed']}" if "seed" in result else f"seeds {', '.join(map(str, result['seeds']))}"
     return (
         f"{result['command']}\n"
         f"{where['processor']}, {where['cores']} cores ({' '.join(where['cpu_flags'])}), {result['threads']} threads, "
-        f"seed {result['seed']}, {other_work(result)}{busy}"
+        f"{seed}, {other_work(result)}{busy}"
     )
 
 
@@ -130,8 +134,14 @@ def _finite(value: Any) -> Any:
             return value
 
 
-def write(out: Path, name: str, result: Mapping[str, Any], tables: Sequence[Table], html: str | None = None) -> None:
-    """Write `<name>.json` and `<name>.md`, and a page if there is one, into the folder `out`.
+def write(
+    out: Path,
+    name: str,
+    result: Mapping[str, Any],
+    tables: Sequence[Table],
+    html: Callable[[Mapping[str, Any]], str] | None = None,
+) -> None:
+    """Write `<name>.json` and `<name>.md`, and last the page that `html` makes of the result, into the folder `out`.
 
     Raises ArtifactError if the disk refuses.
     """
@@ -139,13 +149,25 @@ def write(out: Path, name: str, result: Mapping[str, Any], tables: Sequence[Tabl
     verdict = [result["verdict"]] if "verdict" in result else []
     parts = [f"# {name}", *verdict, f"`{lines[0]}`", *lines[1:], *(table.markdown() for table in tables)]
     page = "\n\n".join([*parts, "## Conditions", *conditions(result)])
-    texts = {".json": to_json(result), ".md": page} | ({} if html is None else {".html": html})
+    _write(out / f"{name}.json", to_json(result))
+    _write(out / f"{name}.md", page)
+    if html is not None:
+        _write(out / f"{name}.html", html(result))
+
+
+def _write(file: Path, text: str) -> None:
+    with refused(file.parent):
+        partial = file.with_name(f".{file.name}.new")
+        partial.write_text(text + "\n", encoding="utf-8")
+        partial.replace(file)
+
+
+@contextmanager
+def refused(out: Path) -> Iterator[None]:
+    """Make the folder `out`; what the disk refuses is an ArtifactError."""
     try:
         out.mkdir(parents=True, exist_ok=True)
-        for suffix, text in texts.items():
-            partial = out / f".{name}{suffix}.new"
-            partial.write_text(text + "\n", encoding="utf-8")
-            partial.replace(out / f"{name}{suffix}")
+        yield
     except OSError as error:
         raise ArtifactError(f"cannot write to --out {out}: {error.strerror}; choose another folder") from error
 

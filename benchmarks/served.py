@@ -9,7 +9,7 @@ import itertools
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from multiprocessing import get_context
 from pathlib import Path
@@ -32,6 +32,10 @@ from serving import repository
 from serving.client import Client
 from serving.errors import ModelError, ServingError
 from serving.runtime import TritonServer, free_port
+from serving.transport import GrpcTransport, Served
+from serving.triton import parameters_of
+
+TIMEOUT_S = 10.0  # of a question about a model
 
 log = logging.getLogger(__name__)
 Query = str | tuple[str, str]
@@ -113,7 +117,7 @@ def measure_served(
     rates_per_s: Sequence[float],
     seed: int,
 ) -> dict[str, dict[str, Any]]:
-    """By served model, student first: the metric through the server, and latency and throughput under load.
+    """By served model, student first: its processes, the metric through the server, latency and throughput under load.
 
     `in_process_NC` are the INT8 student's logits of the test rows; of the `untrained` models, by name on their own
     servers, only the closed loop is measured; no `rates_per_s` takes shares of what each other model answers at most.
@@ -141,9 +145,19 @@ def measure_served(
         compared = teacher in names and name != teacher
         against = paired(run.task, answers[teacher], answers[name], label_N) if compared else None
         facts = {**measure(run.task, answers[name], label_N), "against_teacher": against}
-        found[name] = {"test": facts, "load": loads[name], "open_loop": planned[name]}
+        found[name] = {**shares(url, name), "test": facts, "load": loads[name], "open_loop": planned[name]}
     found[names[0]]["test"]["against_in_process"] = paired(run.task, in_process_NC, answers[names[0]], label_N)
-    return found | {name: {"test": None, "load": loads[name], "open_loop": []} for name in untrained}
+    for name, other in untrained.items():
+        found[name] = {**shares(other.url, name), "test": None, "load": loads[name], "open_loop": []}
+    return found
+
+
+def shares(url: str, model: str) -> dict[str, int]:
+    """How many instances answer for a model, and with how many threads each (0: it has no graph, and asks others)."""
+    with closing(GrpcTransport(url, TIMEOUT_S)) as server:
+        config = server.config(Served(model, ""))
+    threads = parameters_of(config).get("intra_op_threads", "0")
+    return {"instances": sum(group.count for group in config.instance_group), "threads_of_each": int(threads)}
 
 
 def ask(url: str, model: str, texts: Sequence[tuple[str, ...]], task: Task) -> Logits:
@@ -154,13 +168,17 @@ def ask(url: str, model: str, texts: Sequence[tuple[str, ...]], task: Task) -> L
         return served_logits(client, task, texts)
 
 
-def check_server(run: Run, root: Path, url: str | None) -> None:
-    """Raise ServingError if the server cannot be asked, or started on `root`, or answers other labels than the task's.
+def check_server(run: Run, root: Path, url: str | None) -> int:
+    """Ask the server for each model that will be measured, before what takes long; returns the student's cores.
 
-    So that this is known before what takes long.
+    Raises ServingError if it cannot be asked, or started on `root`, or answers other labels than the task's.
     """
-    with server(root, url) as running, Client(running.url, model=run.task.name) as client:
-        _check_labels(client, running.url, run.task.name, run.task)
+    with server(root, url) as running:
+        for name in served_names(run, running.url):
+            with Client(running.url, model=name) as client:
+                _check_labels(client, running.url, name, run.task)
+        student = shares(running.url, run.task.name)
+        return student["instances"] * student["threads_of_each"]
 
 
 def _check_labels(client: Client, url: str, model: str, task: Task) -> None:
@@ -176,7 +194,7 @@ def measure_loads(
 ) -> dict[str, list[dict[str, Any]]]:
     """By model, of those on each server: one row per concurrency; the models take turns.
 
-    Raises ServingError if no request is answered.
+    Raises ServingError if no request of a turn is answered.
     """
     rows: dict[str, list[dict[str, Any]]] = {model: [] for model in models}
     for concurrency in effort.concurrency:
@@ -213,7 +231,7 @@ def time_split_ms(run: Run, running: Server, effort: Effort, seed: int) -> dict[
             load = Load(url=running.url, model=name, concurrency=1, seconds=effort.served_turn_s, seed=seed)
             before = Counted.read(running.url, running.metrics_url, name)
             answered = process.submit(closed_loop, load, texts).result()
-            _check_answered([answered], answered.failures, "one client")
+            _check_answered([answered], "one client")
             after = Counted.read(running.url, running.metrics_url, name)
             found[name] = after.parts_ms(before, float(np.mean(answered.times_ms)))
     return found
@@ -227,12 +245,12 @@ def _turns(models: Sequence[str], rounds: int) -> Iterator[tuple[int, str]]:
 
 
 def load_row(concurrency: int, parts: Sequence[Answered], server_cpu_s: Sequence[float] = ()) -> dict[str, Any]:
-    """All turns of one model at one concurrency as one row. Raises ServingError if no request was answered.
+    """All turns of one model at one concurrency as one row. Raises ServingError if one turn had no answer.
 
     `server_cpu_s` is the server's processor time of each turn, its warm-up included; none = not known.
     """
     failures = [failure for part in parts for failure in part.failures]
-    _check_answered(parts, failures, f"{concurrency} concurrent clients")
+    _check_answered(parts, f"{concurrency} concurrent clients")
     answered = sum(len(part.times_ms) for part in parts)
     seconds = sum(part.seconds for part in parts)
     asked = answered + len(failures) + WARMUP_REQUESTS * concurrency * len(parts)
@@ -268,7 +286,7 @@ def measure_arrivals(
     effort: Effort,
     seed: int,
 ) -> dict[str, list[dict[str, Any]]]:
-    """By model, one row for each of its arrival rates; in turns. Raises ServingError if none is answered."""
+    """By model, one row for each of its arrival rates; in turns. Raises ServingError if no request of a turn is."""
     rows: dict[str, list[dict[str, Any]]] = {model: [] for model in rates}
     for rate in sorted(set(itertools.chain(*rates.values()))):
         models = [model for model in rates if rate in rates[model]]
@@ -283,9 +301,9 @@ def measure_arrivals(
 
 
 def arrivals_row(rate_per_s: float, parts: Sequence[Arrived]) -> dict[str, Any]:
-    """All turns of one model at one arrival rate as one row. Raises ServingError if no request was answered."""
+    """All turns of one model at one arrival rate as one row. Raises ServingError if one turn had no answer."""
     failures = [failure for part in parts for failure in part.failures]
-    _check_answered(parts, failures, f"{rate_per_s:.0f} requests a second")
+    _check_answered(parts, f"{rate_per_s:.0f} requests a second")
     late_ms = list(itertools.chain(*(part.late_ms for part in parts)))
     return {
         "rate_per_s": rate_per_s,
@@ -297,7 +315,11 @@ def arrivals_row(rate_per_s: float, parts: Sequence[Arrived]) -> dict[str, Any]:
     }
 
 
-def _check_answered(parts: Sequence[Answered] | Sequence[Arrived], failures: Sequence[str], load: str) -> None:
-    if not all(part.times_ms for part in parts):
-        first = failures[0] if failures else "nothing was sent"
-        raise ServingError(f"no request of {load} was answered; first failure: {first}")
+def _check_answered(parts: Sequence[Answered | Arrived], load: str) -> None:
+    for number, part in enumerate(parts, 1):
+        if not part.times_ms:
+            first = part.failures[0] if part.failures else "nothing was sent"
+            raise ServingError(
+                f"no request of {load} was answered in turn {number} of {len(parts)}; its first failure: {first}; see "
+                "the server's log, or ask less of it"
+            )

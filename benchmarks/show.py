@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,9 +26,9 @@ def show(
     *,
     quick: bool,
     as_json: bool,
-    html: str | None = None,
+    html: Callable[[Mapping[str, Any]], str] | None = None,
 ) -> None:
-    """Print a result, as JSON or as text, and write it to `out` if there is one."""
+    """Print a result, as JSON or as text, and write it to `out` if there is one, with the page `html` of it."""
     from benchmarks import report
     from benchmarks.conditions import CONDITIONS
 

@@ -52,7 +52,7 @@ def compare_starts(
         "task": task.name,
         "metric": METRIC_NAMES[task.metric],
         "run": str(run),
-        **report.context(begun, command=command, seed=seeds[0], threads=threads),
+        **report.context(begun, command=command, seed=seeds, threads=threads),
         "teacher_score": teacher.metrics["validation"]["score"],
         "student": config.student.model_dump(exclude={"init"}),
         "epochs_per_phase": epochs,

@@ -35,8 +35,8 @@ from compressor.config import DistillConfig
 from compressor.dataset import Encoded, TrainingOrder, encode
 from compressor.errors import GateError
 from compressor.losses import soft_cross_entropy
-from compressor.models import layer_map
 from compressor.objectives import Intermediate, Prediction
+from compressor.shapes import layer_map
 from compressor.sources import model_folder
 from compressor.training import Tensors, Trainer, cast_frozen
 from compressor.world import World, launch

@@ -193,7 +193,7 @@ def _gates(parts: Mapping[str, Artifact]) -> list[dict[str, Any]]:
         value, bound = facts["max_logit_difference"], facts["bound"]
         name = f"{model} ONNX equal to PyTorch (largest logit difference, {facts['rows']} validation texts)"
         gates.append((name, value, "at most", bound, "logits", value <= bound))
-    gates += int8_gates(_candidates(parts["int8"])) if "int8" in parts else []
+    gates += int8_gates(parts["int8"].metrics, parts["int8"].manifest["section"]) if "int8" in parts else []
     return [dict(zip(("gate", "value", "rule", "bound", "unit", "passed"), gate, strict=True)) for gate in gates]
 
 
@@ -246,10 +246,10 @@ def _verdict(facts: Mapping[str, Any]) -> str:
     ours, theirs = student["test"]["score"], teacher["test"]["score"]
     shape, p50_ms = headline(facts["latency"])
     batch, tokens = shape.split("x")
-    size = _times(teacher["onnx_size_bytes"], student["onnx_size_bytes"], "smaller", "larger")
+    size = times(teacher["onnx_size_bytes"], student["onnx_size_bytes"], "smaller", "larger")
     texts = "one text" if batch == "1" else f"{batch} texts"
     speed, in_onnx = (
-        _times(p50_ms[f"teacher {form}"], p50_ms["student INT8"], "faster", "slower") for form in ("PyTorch", "ONNX")
+        times(p50_ms[f"teacher {form}"], p50_ms["student INT8"], "faster", "slower") for form in ("PyTorch", "ONNX")
     )
     return (
         f"The INT8 student {'reaches' if ours > theirs else 'keeps'} {100 * ours / theirs:.1f} % of the teacher's test "
@@ -259,7 +259,8 @@ def _verdict(facts: Mapping[str, Any]) -> str:
     )
 
 
-def _times(theirs: float, ours: float, less: str, more: str) -> str:
+def times(theirs: float, ours: float, less: str, more: str) -> str:
+    """How many times less ours is than theirs, or more."""
     return f"{theirs / ours:.1f} times {less}" if theirs >= ours else f"{ours / theirs:.1f} times {more}"
 
 

@@ -17,9 +17,9 @@ def ratio(value: float, interval: list[float] | None, than: str = "teacher_pytor
     return {**name, "ratio": value, "interval_95": interval, "rounds": 8}
 
 
-def result(*rows: dict[str, Any], cores: int = 2, **changes: Any) -> dict[str, Any]:
-    how = {"task": "sst2", "quick": False, "threads": 2} | changes
-    return {**how, "command": "c", "machine": {"cores": cores}, "ratios": list(rows)}
+def result(*rows: dict[str, Any], cores: int = 2) -> dict[str, Any]:
+    systems: dict[str, Any] = {"in_process": {"teacher_pytorch": {}, "student_int8": {}}, "served": {"sst2": {}}}
+    return {**systems, "command": "c", "machine": {"cores": cores}, "ratios": list(rows)}
 
 
 @pytest.mark.parametrize(
@@ -51,7 +51,8 @@ def test_lower_by_more_than_the_tolerance_and_than_the_rounds_vary(was: Any, now
     ("was", "now", "regressed"),
     [
         ((1.003, [0.991, 1.015]), (0.97, [0.96, 0.98]), True),
-        ((1.003, [0.991, 1.015]), (0.97, [0.95, 0.992]), False),  # the intervals overlap
+        ((1.003, [0.991, 1.015]), (0.97, [0.95, 0.992]), True),  # the intervals overlap, but the rows are the same
+        ((1.003, [0.991, 1.015]), (0.97, None), True),
         ((1.0, [0.997, 1.01]), (0.995, [0.99, 0.996]), False),  # by half a per cent only
     ],
 )
@@ -59,6 +60,18 @@ def test_of_the_accuracy_a_hundredth_may_go(was: Any, now: Any, regressed: bool)
     first, second = (ratio(*each, figure="accuracy", where="in process") for each in (was, now))
     found = against_baseline(result(second), result(first), file=FILE, tolerance=0.1)
     assert found["compared"][0]["is_regression"] is regressed
+    assert table(found).rows[0][-2:] == ["-1 %", "REGRESSED" if regressed else ""]
+
+
+def test_a_metric_that_is_no_longer_above_zero_is_a_regression() -> None:
+    kept = ratio(0.95, [0.9, 1.0], figure="Matthews correlation", where="in process")
+    served = ratio(0.95, None, "sst2_teacher", figure="Matthews correlation", where="served", system="sst2")
+    found = against_baseline(result(ratio(2.0, None)), result(ratio(2.0, None), kept, served), file=FILE, tolerance=0.1)
+    name = "Matthews correlation, in process, student_int8, teacher_pytorch"
+    assert found["lost"] == [name]  # of the served ones the teacher was not measured
+    assert [row[-1] for row in table(found).rows] == ["", "REGRESSED", "not measured now"]
+    with pytest.raises(GateError, match=f"1 of 2 ratios regressed .*: {name} has no ratio any more: one of the two is"):
+        check_baseline(found)
 
 
 def test_only_what_both_have_is_compared_and_the_rest_is_named() -> None:
@@ -70,27 +83,48 @@ def test_only_what_both_have_is_compared_and_the_rest_is_named() -> None:
     assert [row["than"] for row in found["compared"]] == ["teacher_pytorch"]
     assert found["only_now"] == ["p50, 1x32, student_int8, openvino"]
     assert found["only_before"] == ["p50, 1x32, student_int8, optimum"]
-    assert table(found).rows[-1] == ["p50, 1x32, student_int8, optimum", "", "-", "", "not measured now"]
+    assert table(found).rows[-1] == ["p50, 1x32, student_int8, optimum", "", "-", "", "", "not measured now"]
     assert found["is_same_machine"] is False
     assert table(found).rows[0][3] == "-4.8 %"
+
+
+ALIKE: dict[str, Any] = {"task": "sst2", "quick": False, "threads": 2}
+
+
+def written(file: Path, **changes: Any) -> Path:
+    """A result that can be compared, or not, because of the changes."""
+    size = ratio(9.0, [9.0, 9.0], figure="size", where="file")
+    facts = {"benchmark": "compare", "schema_version": 1, **ALIKE, **result(size), **changes}
+    file.write_text(json.dumps({key: value for key, value in facts.items() if value is not None}))
+    return file
+
+
+def test_what_counts_of_an_earlier_result_is_read(tmp_path: Path) -> None:
+    before = read_baseline(written(tmp_path / "old.json"), 1, **ALIKE)
+    found = against_baseline(
+        result(ratio(8.0, [8.0, 8.0], figure="size", where="file")), before, file=FILE, tolerance=0.1
+    )
+    assert found["compared"][0]["is_regression"] is True
 
 
 @pytest.mark.parametrize(
     ("changes", "sentence"),
     [
-        ({"task": "rte"}, "was measured with task rte, this run with sst2"),
-        ({"quick": True}, "was measured with --quick True, this run with False"),
-        ({"threads": 1}, "was measured with --threads 1, this run with 2"),
+        ({"task": "rte"}, "was measured with task rte, this run would be with sst2; compare like with like"),
+        ({"quick": True}, "was measured with quick True, this run would be with False"),
+        ({"threads": 1}, "was measured with threads 1, this run would be with 2"),
+        ({"threads": None}, "was measured with threads None, this run would be with 2"),
+        ({"machine": None}, r"old\.json has a fault at machine \(Field required\); measure it again"),
+        ({"ratios": [{"figure": "p50"}]}, r"has a fault at ratios\.0\.where \(Field required\)"),
+        ({"ratios": [ratio(0.0, None)]}, r"has a fault at ratios\.0\.ratio \(Input should be greater than 0\)"),
+        ({"ratios": [ratio(2.0, None)]}, "lacks the ratios of size, which every result has; measure it again"),
     ],
 )
-def test_what_was_measured_otherwise_is_refused(changes: dict[str, Any], sentence: str) -> None:
+def test_what_cannot_be_compared_is_known_from_the_file_alone(
+    tmp_path: Path, changes: dict[str, Any], sentence: str
+) -> None:
     with pytest.raises(ArtifactError, match=sentence):
-        against_baseline(result(ratio(2.0, None)), result(ratio(2.0, None), **changes), file=FILE, tolerance=0.1)
-
-
-def test_a_baseline_without_a_ratio_in_common_is_refused() -> None:
-    with pytest.raises(ArtifactError, match="has no ratio that this run has; measure it again"):
-        against_baseline(result(ratio(2.0, None)), result(ratio(2.0, None, "optimum")), file=FILE, tolerance=0.1)
+        read_baseline(written(tmp_path / "old.json", **changes), 1, **ALIKE)
 
 
 @pytest.mark.parametrize(

@@ -26,7 +26,7 @@ def test_it_has_the_size_of_bert_base_and_reads_a_larger_vocabulary() -> None:
 def test_the_server_answers_what_the_model_answers_in_process(tiny_build: TinyBuild, tmp_path: Path) -> None:
     run = open_run(tiny_build.run)
     model = load_classifier(run.student.path, run.task)  # a tiny model stands for the big one
-    write_repository(model, run, tmp_path / "repository", threads=1)
+    write_repository(model, run, tmp_path / "repository", cores=1)
     texts = texts_of(read_examples(run.corpus.path / "test.arrow"))
     with server(tmp_path / "repository", None) as running:
         answers_NC = ask(running.url, BERT_BASE, texts, run.task)

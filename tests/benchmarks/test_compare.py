@@ -1,19 +1,26 @@
 """The whole comparison on tiny models, and what its figures cost and mean."""
 
+import copy
 import json
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from benchmarks import __main__ as command_line
-from benchmarks import baseline, compare, cost
-from benchmarks.local import Effort
+from benchmarks import baseline, compare, cost, served
+from benchmarks.bert_base import BERT_BASE
+from benchmarks.local import STUDENT, TEACHER, Effort, Wanted
+from benchmarks.ratios import exactly
 from benchmarks.runs import forms_of, open_run
 from compressor.errors import GateError, ModelError
 from serving.runtime import TritonServer
 from tests.benchmarks.conftest import TEXTS, TinyBuild
+from tests.benchmarks.test_compare_page import result as made_up
 
 TINY_EFFORT = Effort(
     rounds=2,
@@ -59,7 +66,8 @@ def test_compare_gives_one_json_object_and_a_baseline(
     check_costs(result)
     check_served(result)
     assert result["time_split_ms"] == {}  # the server's metrics page is not known
-    assert result["verdict"].startswith("The INT8 student keeps")
+    assert result["verdict"].startswith("The INT8 student ")
+    assert result["overhead"]["served_client_share"] is None
     assert result["calibration"]["systems"]["student_int8"]["rows"] == 36
     assert 0 < result["overhead"]["share"] < 1
 
@@ -110,7 +118,9 @@ def check_costs(result: dict[str, Any]) -> None:
 
 def check_served(result: dict[str, Any]) -> None:
     assert list(result["served"]) == ["sst2", "sst2_teacher"]
+    assert result["served"]["sst2_teacher"]["instances"] >= 1
     for facts in result["served"].values():
+        assert facts["threads_of_each"] >= 1
         assert [row["concurrency"] for row in facts["load"]] == [1, 4]
         assert all(row["failures"] == 0 and row["requests_per_s"] > 0 for row in facts["load"])
         assert all(row["failures"] == 0 and row["sent_late_p99_ms"] >= 0 for row in facts["open_loop"])
@@ -142,6 +152,170 @@ def test_a_missed_target_is_a_gate_with_value_and_bound() -> None:
         compare.check_targets(targets())
     compare.check_targets(targets(is_met=True))
     compare.check_targets(targets() | {"quick": True})
+
+
+MADE = made_up(3)
+EARLIER: dict[str, Any] = {
+    "benchmark": "compare",
+    "schema_version": compare.SCHEMA_VERSION,
+    "task": "sst2",
+    "quick": True,
+    "threads": 2,
+    "command": "earlier",
+    "machine": {},
+}
+
+
+@pytest.fixture
+def measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[str]:
+    """The arguments of a comparison whose measurements are made up, with a baseline file to be written."""
+
+    @contextmanager
+    def server(root: Path, url: str | None) -> Iterator[served.Server]:
+        yield served.Server(url="host:1")
+
+    def in_process(run: Any, question: Any, result: dict[str, Any]) -> dict[str, Any]:
+        keys = ("in_process", "overhead", "tokenizer", "processor_time", "text_to_label", "start", "disagreements")
+        result |= {key: copy.deepcopy(MADE[key]) for key in (*keys, "calibration")}
+        return {STUDENT: None}
+
+    run = SimpleNamespace(task=SimpleNamespace(name="sst2", metric="accuracy"))
+    monkeypatch.setattr(compare, "open_run", lambda path: run)
+    monkeypatch.setattr(compare, "_measure_in_process", in_process)
+    monkeypatch.setattr(compare, "ratios", lambda result: MADE["ratios"])
+    for name, value in {
+        "check_repository": lambda *_: None,
+        "check_server": lambda *_: 2,
+        "server": server,
+        "measure_served": lambda *_, **__: copy.deepcopy(MADE["served"]),
+        "time_split_ms": lambda *_: MADE["time_split_ms"],
+    }.items():
+        monkeypatch.setattr(served, name, value)
+    flags = ["--quick", "--threads", "2", "--json", "--out", str(tmp_path / "out")]
+    return ["compare", *flags, "--baseline", str(tmp_path / "before.json")]
+
+
+def test_a_regression_ends_with_3_and_all_figures(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], measured: list[str], tmp_path: Path
+) -> None:
+    size = {"figure": "size", "where": "file", "system": STUDENT, "than": TEACHER, **exactly(9.0)}
+    better = [{**row, **exactly(2 * row["ratio"])} for row in MADE["ratios"][:1]]
+    (tmp_path / "before.json").write_text(json.dumps(EARLIER | {"ratios": [size, *better, *MADE["ratios"][1:]]}))
+    assert run(monkeypatch, *measured) == 3
+    out, err = capsys.readouterr()
+    shown = json.loads(out)
+    assert shown == json.loads((tmp_path / "out" / "compare.json").read_text())
+    assert [row["is_regression"] for row in shown["baseline"]["compared"]] == [True, False]
+    assert shown["overhead"]["served_client_share"] == pytest.approx(0.4 / 2.0)
+    assert "a cascade asks two models and is measured here alone" in shown["conditions"]["served"]
+    assert "error: 1 of 2 ratios regressed by more than allowed" in err
+    assert "REGRESSED" in (tmp_path / "out" / "compare.html").read_text()
+    assert "REGRESSED" in (tmp_path / "out" / "compare.md").read_text()
+    documented = (Path(__file__).parents[2] / "docs" / "report.md").read_text().partition("# The comparison as JSON")[2]
+    assert [key for key in shown if f"`{key}`" not in documented] == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [({"quick": False}, "was measured with quick False"), ({"ratios": []}, "lacks the ratios of size")],
+)
+def test_what_no_run_could_be_compared_with_is_refused_before_the_run(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    measured: list[str],
+    tmp_path: Path,
+    changes: dict[str, Any],
+    sentence: str,
+) -> None:
+    monkeypatch.setattr(compare, "_measure_in_process", lambda *_: pytest.fail("measured first"))
+    (tmp_path / "before.json").write_text(json.dumps(EARLIER | changes))
+    assert run(monkeypatch, *measured) == 1
+    assert sentence in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("flags", "sentence"),
+    [
+        (("--bert-base", "--url", "host:1"), "error: --bert-base with --url host:1: it is served on this machine"),
+        (("--tolerance", "0.2"), "error: --tolerance 0.2 is how far a ratio may fall since --baseline, which is not"),
+    ],
+)
+def test_flags_that_would_do_nothing_are_refused(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], flags: tuple[str, ...], sentence: str
+) -> None:
+    assert run(monkeypatch, "compare", *flags) == 1
+    assert capsys.readouterr().err.startswith(sentence)
+
+
+def test_bert_base_gets_the_student_s_cores(monkeypatch: pytest.MonkeyPatch, tiny_build: TinyBuild) -> None:
+    given: list[int] = []
+    monkeypatch.setattr(compare, "bert_base", lambda task, vocabulary: "a model")
+    monkeypatch.setattr(compare, "write_repository", lambda model, run, root, cores: given.append(cores))
+    monkeypatch.setattr(served, "server", lambda root, url: nullcontext(served.Server(url="host:2")))
+    with compare._untrained(open_run(tiny_build.run), Wanted(bert_base=True), 6) as found:
+        assert list(found) == [BERT_BASE]
+    assert given == [6]
+
+
+def in_words(size_bytes: int = 40_000_000, **changes: Any) -> str:
+    found = copy.deepcopy(MADE) | {"quick": False, "machine_was_busy": False}
+    speed = {"figure": "p50", "where": "1x32", "system": STUDENT, "than": TEACHER, "rounds": 8}
+    found["ratios"] = [speed | {"ratio": 8.0, "interval_95": [7.0, 9.0]} | changes]
+    found["in_process"][TEACHER]["size_bytes"] = size_bytes
+    return compare.verdict(found)
+
+
+def test_the_verdict_in_words() -> None:
+    assert in_words() == (
+        "The INT8 student reaches 100.1 % of the teacher's test accuracy (90.0 against 89.9, which chance can explain: "
+        "McNemar p = 0.25), is 4.0 times smaller, and answers 1 x 32 tokens 8.0 times faster (95 % interval 7.0 to "
+        "9.0) than the teacher in PyTorch."
+    )
+    assert ", is 2.0 times larger, and answers" in in_words(size_bytes=5_000_000)
+
+
+@pytest.mark.parametrize(
+    ("ratio", "interval", "words"),
+    [
+        (0.5, [0.4, 0.625], "tokens 2.0 times slower (95 % interval 1.6 to 2.5) than the teacher in PyTorch."),
+        (
+            0.8,
+            [0.6, 1.1],
+            "tokens in a time not told apart (1.2 times slower, 95 % interval of the ratio 0.60 to 1.10) from that of "
+            "the teacher in PyTorch.",
+        ),
+        (2.0, None, "tokens 2.0 times faster (one round, no interval) than the teacher in PyTorch."),
+    ],
+)
+def test_the_verdict_says_who_is_faster_as_far_as_the_rounds_tell(
+    ratio: float, interval: list[float] | None, words: str
+) -> None:
+    assert in_words(ratio=ratio, interval_95=interval).endswith(words)
+
+
+@pytest.mark.parametrize(
+    ("metric", "score", "pair", "words"),
+    [
+        ("accuracy", 0.8, {"p_value": 0.001}, "keeps 88.9 % of the teacher's test accuracy (80.0 against 90.0, more "),
+        ("Matthews correlation", -0.1, {"difference_95": (0.9, 1.1)}, "is compared with the teacher's test Matthews"),
+        (
+            "F1",
+            0.89,
+            {"difference_95": (-0.01, 0.03)},
+            "which chance can explain: 95 % interval of the difference -3.0 ",
+        ),
+        (
+            "F1",
+            0.89,
+            {"difference_95": (0.005, 0.02)},
+            "more than chance explains: 95 % interval of the difference -2.0",
+        ),
+    ],
+)
+def test_the_verdict_says_whether_the_metric_differs(
+    metric: str, score: float, pair: dict[str, Any], words: str
+) -> None:
+    assert words in compare._kept({"score": score, "against_teacher": pair}, {"score": 0.9}, metric)
 
 
 def test_peers_that_win_are_named_in_the_verdict() -> None:

@@ -1,12 +1,14 @@
 """The page of a comparison: with 1, 3 and 20 systems, whole without a network, each figure in its place."""
 
 import re
+from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
 import pytest
 
 from benchmarks import compare_page, compare_tables, report
+from benchmarks.baseline import against_baseline
 from benchmarks.local import STUDENT, TEACHER, THROUGHPUT
 from benchmarks.ratios import exactly
 
@@ -38,7 +40,8 @@ def served(number: int) -> dict[str, Any]:
         {**TIMES, "rate_per_s": rate, "answered_per_s": rate, "sent_late_p99_ms": 0.2, "failures": 0}
         for rate in (30.0, 60.0)
     ]
-    return {"test": {**TEST, "against_teacher": PAIR}, "load": load, "open_loop": planned}
+    shares = {"instances": 2, "threads_of_each": 1}
+    return {**shares, "test": {**TEST, "against_teacher": PAIR}, "load": load, "open_loop": planned}
 
 
 def result(count: int) -> dict[str, Any]:
@@ -66,7 +69,7 @@ def result(count: int) -> dict[str, Any]:
         ),
         "systems": {name: f"about {name}" for name in names},
         "in_process": {name: system(name, number) for number, name in enumerate(names)},
-        "overhead": {"empty_call_p50_ms": 0.0001, "fastest_p50_ms": 2.0, "share": 0.00005},
+        "overhead": {"empty_call_p50_ms": 0.0001, "fastest_p50_ms": 2.0, "share": 0.00005, "served_client_share": 0.2},
         "tokenizer": TIMES,
         "text_to_label": {
             STUDENT: {"test": system(STUDENT, 0)["test"], "size_bytes": 1, "latency": TIMES, THROUGHPUT: 1.0}
@@ -121,4 +124,28 @@ def test_a_regression_without_calibration_still_has_a_page() -> None:
 
 def test_markdown_keeps_a_table_whole_whatever_a_text_holds() -> None:
     line = compare_tables.by_name(result(3))["disagreements"].markdown().splitlines()[-1]
-    assert line == "| a \\| <b>bold</b> film | negative | negative, 99 % | positive, 90 % |"
+    assert line == "| a \\| \\<b\\>bold\\</b\\> film | negative | negative, 99 % | positive, 90 % |"
+
+
+def test_what_the_client_takes_stands_beside_what_the_stopwatch_takes() -> None:
+    found = result(1)
+    title = compare_tables.in_process(found).title
+    assert title.endswith("0.1 us, 0.005 % of the fastest; client and network take 20 % of a served request)")
+    assert title.replace("p50 / p95 / p99", "p50") == compare_tables.p50_in_process(found).title
+    found["overhead"]["served_client_share"] = None
+    assert compare_tables.in_process(found).title.endswith("0.1 us, 0.005 % of the fastest)")
+
+
+def test_served_models_are_shown_with_their_processes() -> None:
+    assert compare_tables.closed_loop(result(1)).rows[0][0] == "sst2 (2 x 1)"
+
+
+def test_each_row_of_a_baseline_says_what_is_allowed() -> None:
+    row = {"figure": "accuracy", "where": "in process", "system": STUDENT, "than": TEACHER, "interval_95": None}
+    found = result(3)
+    before = {**found, "ratios": [{**row, "ratio": 1.0}]}
+    now = {**found, "ratios": [{**row, "ratio": 0.95}]}
+    found["baseline"] = against_baseline(now, before, file=Path("b.json"), tolerance=0.1)
+    shown = compare_page.html(found).replace("\u00a0", " ")
+    assert "10 %" not in shown
+    assert re.search(r">-5\.0 %</td>\s*<td[^>]*>-1 %</td>\s*<td[^>]*>REGRESSED</td>", shown)

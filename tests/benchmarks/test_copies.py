@@ -19,6 +19,7 @@ def test_each_number_of_copies_takes_the_same_steps(line: Line, tmp_path: Path) 
         line.run, [0, 2], masked_lm=None, steps_per_phase=3, seeds=[1, 2], out=tmp_path, threads=1, command="copies"
     )
     made = found["distillations"]
+    assert found["seeds"] == [1, 2]
     assert [(row["copies"], row["seed"]) for row in made] == [(0, 1), (2, 1), (0, 2), (2, 2)]
     assert {(row["intermediate_steps"], row["prediction_steps"]) for row in made} == {(3, 3)}
     assert made[1]["rows"] > 2 * made[0]["rows"]

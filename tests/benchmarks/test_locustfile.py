@@ -217,6 +217,24 @@ def test_no_server_is_one_sentence_and_an_exit_code(texts: Path) -> None:
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.parametrize(
+    ("name", "text", "sentence"),
+    [
+        ("a.jsonl", '{"text": "a film"}\n{"sentence": "a film"}', "row 2 has no key 'text' but 'sentence'; rename it"),
+        ("b.jsonl", '{"text": "a", "text_b": "b"}\n{"text": "a"}', "row 2 has no key 'text_b' but 'text'; rename it"),
+        ("c.jsonl", '["a film"]', "row 1 is no JSON object; it must be one with the key 'text'"),
+        ("d.jsonl", '{"text": "a film"}\n{', "row 2 is no JSON (Expecting"),
+    ],
+)
+def test_texts_under_another_key_are_one_sentence(tmp_path: Path, name: str, text: str, sentence: str) -> None:
+    file = tmp_path / name
+    file.write_text(text)
+    done = locust("-u", "1", "-t", "1s", "--texts", str(file))
+    assert done.returncode == 1
+    assert f"--texts {file} cannot be used: {sentence}" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
 def test_missing_texts_are_one_sentence_and_an_exit_code(tmp_path: Path) -> None:
     done = locust("-u", "1", "-t", "1s", "--texts", str(tmp_path / "none.txt"))
     assert done.returncode == 1

@@ -30,6 +30,24 @@ def test_a_missing_run_is_one_sentence(
     assert err.count("\n") == 1
 
 
+def test_a_folder_that_cannot_be_written_is_refused_before_anything_else(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    (tmp_path / "taken").write_text("")
+    assert run(monkeypatch, "compare", "--run", str(tmp_path / "none"), "--out", str(tmp_path / "taken")) == 1
+    assert capsys.readouterr().err.startswith(f"error: cannot write to --out {tmp_path / 'taken'}: ")
+    assert run(monkeypatch, "compare", "--run", str(tmp_path / "none"), "--out", str(tmp_path / "new" / "out")) == 1
+    assert list((tmp_path / "new" / "out").iterdir()) == []
+
+
+def test_help_names_the_files_that_are_written(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for command, page in {"compare": True, "scale": True, "soak": False}.items():
+        assert run(monkeypatch, command, "--help") == 0
+        assert (".html" in capsys.readouterr().out) is page
+
+
 def test_an_unpublished_repository_is_one_sentence(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tiny_build: Any, tmp_path: Path
 ) -> None:

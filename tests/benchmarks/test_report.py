@@ -1,5 +1,6 @@
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -19,6 +20,32 @@ def test_numbers_that_are_none_become_null() -> None:
 def test_tables_align_and_render_as_markdown() -> None:
     assert TABLE.text().splitlines() == ["Sizes", "  system     MB", "  teacher  90.0", "  student   9.5"]
     assert TABLE.markdown().splitlines()[2:4] == ["| system | MB |", "| --- | ---: |"]
+
+
+def test_a_text_of_any_form_stays_in_its_cell() -> None:
+    table = Table("Of a_b", ["text", "label"], [["one\nline <img src=x> \\| `more`", "good"], ["b", "bad"]])
+    line = "| one line \\<img src=x\\> \\\\\\| \\`more\\` | good |"
+    assert table.markdown().splitlines() == [
+        "## Of a\\_b",
+        "",
+        "| text | label |",
+        "| --- | ---: |",
+        line,
+        "| b | bad |",
+    ]
+    assert [len(line) for line in table.text().splitlines()[1:]] == [39, 39, 39]
+
+
+def test_figures_are_written_before_the_page_is_made(tmp_path: Path) -> None:
+    def html(result: Any) -> str:
+        raise ZeroDivisionError
+
+    result = report.context(report.Begun(), command="python -m benchmarks starts", seed=[1, 2], threads=1)
+    result |= {"conditions": "quiet"}
+    with pytest.raises(ZeroDivisionError):
+        report.write(tmp_path, "compare", result, [TABLE], html)
+    assert json.loads((tmp_path / "compare.json").read_text())["seeds"] == [1, 2]
+    assert "seeds 1, 2, other work" in (tmp_path / "compare.md").read_text()
 
 
 def test_a_figure_that_was_not_measured_is_a_dash() -> None:

@@ -11,8 +11,8 @@ from benchmarks.local import Effort
 from benchmarks.open_loop import Arrivals, Arrived
 from benchmarks.runs import open_run
 from compressor.tasks import TASKS
-from serving import Text
-from serving.errors import RepositoryError, ServingError, UnavailableError
+from serving import Text, triton
+from serving.errors import RepositoryError, RequestError, ServingError, UnavailableError
 from serving.runtime import TritonServer
 from tests.benchmarks.conftest import TinyBuild
 
@@ -32,8 +32,11 @@ def test_a_row_joins_raw_times_and_counts_failures() -> None:
 
 
 def test_a_load_without_any_answer_is_an_error() -> None:
-    with pytest.raises(ServingError, match=r"no request of 16 .* was answered; first failure: DeadlineError"):
-        served.load_row(16, [Answered([], ["DeadlineError: late"], 1.0)])
+    parts = [Answered([1.0], ["UnavailableError: full"], 1.0), Answered([], ["DeadlineError: late"], 1.0)]
+    with pytest.raises(
+        ServingError, match=r"no request of 16 .* was answered in turn 2 of 2; its first failure: DeadlineError: late;"
+    ):
+        served.load_row(16, parts)
 
 
 def test_models_take_turns_at_each_concurrency() -> None:
@@ -89,6 +92,45 @@ def test_models_take_turns_at_each_rate() -> None:
 def test_a_missing_repository_is_refused(tiny_build: Any, tmp_path: Path) -> None:
     with pytest.raises(RepositoryError, match="does not exist"):
         served.check_repository(open_run(tiny_build.run), tmp_path / "none")
+
+
+@pytest.mark.triton
+def test_the_processes_of_a_model_are_those_of_its_repository(tiny_build: TinyBuild, tiny_server: TritonServer) -> None:
+    config = triton.from_text((tiny_build.repository / "sst2" / "config.pbtxt").read_text())
+    threads = int(triton.parameters_of(config)["intra_op_threads"])
+    found = served.shares(tiny_server.grpc_url, "sst2")
+    assert found == {"instances": config.instance_group[0].count, "threads_of_each": threads}
+
+
+class OneMissing:
+    """A client of a server that lacks the teacher."""
+
+    def __init__(self, url: str, model: str) -> None:
+        self._model = model
+
+    def __enter__(self) -> "OneMissing":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    @property
+    def labels(self) -> tuple[str, ...]:
+        if self._model == "sst2_teacher":
+            raise RequestError("unknown model sst2_teacher")
+        return TASKS["sst2"].labels
+
+
+def test_each_model_is_asked_for_before_anything_is_measured(
+    monkeypatch: pytest.MonkeyPatch, tiny_build: TinyBuild
+) -> None:
+    monkeypatch.setattr(served, "Client", OneMissing)
+    monkeypatch.setattr(served, "shares", lambda url, model: {"instances": 3, "threads_of_each": 2})
+    run = open_run(tiny_build.run)
+    with pytest.raises(RequestError, match="sst2_teacher"):
+        served.check_server(run, tiny_build.repository, "host:1")
+    monkeypatch.setattr(served, "served_names", lambda run, url: ["sst2"])
+    assert served.check_server(run, tiny_build.repository, "host:1") == 6
 
 
 def test_no_server_is_one_sentence() -> None:

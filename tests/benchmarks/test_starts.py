@@ -40,6 +40,7 @@ def test_students_of_each_start_and_seed_are_compared(line: Line, tmp_path):
         command="starts",
     )
     made = found["distillations"]
+    assert found["seeds"] == [1, 2]
     assert [(row["start"], row["seed"]) for row in made] == [("cold", 1), ("project", 1), ("cold", 2), ("project", 2)]
     assert [row["score_at_start"] is None for row in made] == [True, False, True, False]
     assert found["summary"]["cold"]["mean"] == pytest.approx((made[0]["score"] + made[2]["score"]) / 2)

@@ -1,5 +1,6 @@
 """Raw times and their percentiles."""
 
+import itertools
 import time
 from functools import partial
 from typing import Any
@@ -7,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from compressor import latency
 from compressor.dataset import Inputs
 from compressor.latency import Call, shaped_call, summary, time_in_turns
 
@@ -58,13 +60,17 @@ def test_a_slow_call_is_warmed_up_once() -> None:
     assert len(heard) == len(times["slow"]) + 1
 
 
-def test_order_of_turns_depends_on_the_seed_alone() -> None:
-    def order(seed: int) -> list[str]:
+def test_order_of_turns_depends_on_the_seed_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(latency, "SETTLE_S", 0.0)
+
+    def order(seed: int, names: str) -> list[str]:
         heard: list[str] = []
-        time_in_turns({name: partial(heard.append, name) for name in "ab"}, rounds=4, turn_s=0.0, seed=seed)
+        time_in_turns({name: partial(heard.append, name) for name in names}, rounds=4, turn_s=0.0, seed=seed)
         return heard
 
-    assert order(1) == order(1)
+    orders = [order(seed, "abc") for seed in range(4)]
+    assert [order(seed, "cab") for seed in range(4)] == orders
+    assert all(first != second for first, second in itertools.combinations(orders, 2))
 
 
 def test_shaped_call_gives_rows_of_real_tokens_every_time_the_same():

@@ -83,6 +83,7 @@ def test_gates_state_value_and_bound(tmp_path: Path) -> None:
         (2e-6, 1e-4, True),
         (0, 0.5, True),
         (0, 0, True),
+        (0, 1e-5, True),
     ]
 
 
@@ -91,7 +92,17 @@ def test_rejected_int8_candidate_is_in_the_table(tmp_path: Path) -> None:
     assert "drop_points" not in fp32
     assert dynamic["chosen"]
     assert (static["drop_points"], static["within_bound"], static["chosen"]) == (pytest.approx(5), False, False)
-    assert (per_row["drop_points"], per_row["within_bound"]) == (0, False)  # its answers depend on the batch
+    assert (per_row["drop_points"], per_row["within_bound"]) == (0, False)
+    assert per_row["faults"] == ["5.00 % of answers depend on the batch"]
+
+
+def test_the_table_says_why_a_scheme_whose_logits_depend_on_the_batch_is_out(tmp_path: Path) -> None:
+    artifacts = make_run(tmp_path)
+    metrics = artifacts["7-quantize"].manifest["metrics"]
+    metrics["candidates"][2] |= {"drop": 0.0, "batch_logit_difference": 0.13}
+    facts = collect(tmp_path, artifacts)
+    assert facts["int8_candidates"][2]["faults"] == ["logits differ between batches by 1.3e-01"]
+    assert "| no: logits differ between batches by 1.3e-01 |" in markdown(facts)
 
 
 @pytest.mark.parametrize(("upper", "within"), [(0.98, True), (0.96, False)])
