@@ -194,6 +194,10 @@ def _written(
         if error.errno is None:  # a library's own kind, about what it was given to read
             raise ArtifactError(f"{out} was not made: {error}") from error
         where = error.filename or partial
+        if isinstance(error, FileNotFoundError):  # of what is written, the folder is there
+            raise ArtifactError(
+                f"{out} was not made: there is no {where}; run the stage that writes it again"
+            ) from error
         raise ArtifactError(
             f"cannot write {where}: {error.strerror or error}; free space or choose another --out"
         ) from error

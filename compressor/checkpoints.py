@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import (
     AutoTokenizer,
@@ -33,6 +33,7 @@ from transformers.activations import ACT2FN
 from transformers.utils import logging as transformers_logging
 
 from compressor.errors import ModelError, SourceError
+from compressor.shapes import SIZES, Sizes, check_same
 from compressor.sources import PICKLED, SAFETENSORS
 from compressor.tasks import Task
 
@@ -43,7 +44,6 @@ Weights = dict[str, Tensor]
 Projections = list[tuple[Tensor, Tensor]]
 """Weight (D, d) and bias (D): one that embedding and layers share, or one for the embedding and each layer."""
 PROJECTIONS_FILE = "projections.safetensors"
-SIZES = ("num_hidden_layers", "hidden_size", "num_attention_heads", "intermediate_size")
 HEAD = "classifier."
 CLS = "cls.predictions."  # the head of a masked language model
 NAMED = 4  # names that a sentence gives before it counts the rest
@@ -187,10 +187,7 @@ def general_student(
     Raises ModelError if its shape, vocabulary or projections are not what is needed.
     """
     config = _config(folder)
-    for name in SIZES:
-        mine, theirs = getattr(shape, name), getattr(config, name)
-        if mine != theirs:
-            raise ModelError(f"student.init {folder} has {name} {theirs}; the recipe's [student] asks for {mine}")
+    check_same(Sizes.of(shape), Sizes.of(config), f"student.init {folder}")
     tokenizer = load_tokenizer(folder)
     if tokenizer.get_vocab() != vocabulary:
         raise ModelError(
@@ -207,6 +204,34 @@ def general_student(
     student, report = _load(folder, config, weights, keep_head=False, taken=taken)
     check_vocabulary(student, tokenizer, folder)
     return student, projections, report
+
+
+def save_projections(projections: Projections, folder: Path) -> None:
+    """Keep a student's projections beside it, for the stage that goes on with it."""
+    found = {}
+    for number, part in enumerate(projections):
+        for name, tensor in zip(("weight", "bias"), part, strict=True):
+            found[f"projections.{number}.{name}"] = tensor.contiguous()
+    save_file(found, folder / PROJECTIONS_FILE)
+
+
+def saved_projections(folder: Path) -> Projections | None:
+    """What `save_projections` kept beside the student in `folder`, if anything."""
+    file = folder / PROJECTIONS_FILE
+    return _projections(folder, _config(folder), _read_file(file))[0] if file.is_file() else None
+
+
+def to_width(projections: Projections | None, width: int, what: str) -> Projections | None:
+    """Projections to the teacher's `width`; none, and it is said, if those of `what` lead to another."""
+    if projections is not None and len(projections[0][1]) != width:
+        log.warning(
+            "%s has projections to a width of %d; the teacher's is %d, so new ones are learnt",
+            what,
+            len(projections[0][1]),
+            width,
+        )
+        return None
+    return projections
 
 
 def read_weights(folder: Path) -> Weights:
@@ -347,7 +372,7 @@ def _projections(folder: Path, config: BertConfig, weights: Weights) -> tuple[Pr
     shapes = [tuple(weight.shape) for weight in found]
     if len(shapes) not in (1, layers + 1) or set(shapes) != {(shapes[0][0], narrow)}:
         raise ModelError(
-            f"student.init {folder} has projections of shapes {shapes}; a student of {layers} layers has 1 or "
+            f"the student {folder} has projections of shapes {shapes}; a student of {layers} layers has 1 or "
             f"{layers + 1}, all (teacher width, {narrow}); use a complete checkpoint"
         )
     biases = [weights.get(f"{stem}.bias", torch.zeros(shapes[0][0])).float() for stem in stems]

@@ -22,10 +22,13 @@ from compressor.options import (
     RecipeOption,
     RepositoryOption,
     SetOption,
+    TargetCpuOption,
     TaskOption,
     TeacherOption,
+    TritonReleaseOption,
     auto_recipe,
     chosen_recipe,
+    with_options,
 )
 from compressor.world import leads
 from serving.errors import ServingError
@@ -52,6 +55,8 @@ def build(
     repository: RepositoryOption = Path("model_repository"),
     data: DataOption = None,
     teacher: TeacherOption = None,
+    triton_release: TritonReleaseOption = None,
+    target_cpu: TargetCpuOption = None,
     overrides: SetOption = None,
     processes: ProcessesOption = 1,
     device: DeviceOption = "auto",
@@ -72,12 +77,14 @@ def build(
 
     refuse_together("compressor build", "use --processes, or run the training stages one by one with torchrun")
 
-    wanted = [*(overrides or []), f"export.format={export}"]
+    given = {"export.format": export, "export.triton_release": triton_release, "quantize.target_cpu": target_cpu}
+    wanted = with_options(overrides, given)
     config, name, why = chosen_recipe(task, recipe, device, wanted, data=data, teacher=teacher)
     run = out or Path("runs") / config.task.name
     where = Where(repository=repository, processes=processes, device=device)
     line = steps(config, where)
     pipeline.check_ready(line)
+    pipeline.check_recipe(config, where)
     pipeline.refuse_foreign_run(run)
     refuse_foreign(repository, config.task.name, config.publish.runtime)
     if dry_run:

@@ -66,9 +66,10 @@ def augment_file(
     """
     from compressor.recipe import augment_config
     from compressor.stages.augment.file import Columns, augment_file
-    from compressor.world import refuse_together
+    from compressor.world import check_device, refuse_together
 
     refuse_together("compressor augment-file", "use --processes")
+    check_device(device)
     check_files(source, out, overwrite=overwrite)
     config = augment_config(
         copies=copies,

@@ -19,9 +19,12 @@ from compressor.options import (
     RecipeOption,
     RepositoryOption,
     SetOption,
+    TargetCpuOption,
     TaskOption,
     TeacherOption,
+    TritonReleaseOption,
     chosen_recipe,
+    with_options,
 )
 
 if TYPE_CHECKING:
@@ -61,9 +64,7 @@ def augment(
     device: DeviceOption = "auto",
 ) -> None:
     """Make more training text by replacing words, and report how far it can be trusted."""
-    wanted = list(overrides or [])
-    if max_disagreement is not None:
-        wanted.append(f"augment.max_disagreement={max_disagreement}")
+    wanted = with_options(overrides, {"augment.max_disagreement": max_disagreement})
     config, name, _ = chosen_recipe(task, recipe, device, wanted)
     if config.augment is None:
         raise ConfigError(f"recipe {name} has no [augment] section; add one, or leave the stage out")
@@ -171,12 +172,14 @@ def export(
     corpus: CorpusOption,
     student: Annotated[Path, typer.Option("--student", help="Folder made by `compressor distill`.")],
     teacher: Annotated[Path, typer.Option("--teacher", help="Folder made by `compressor finetune`.")],
+    triton_release: TritonReleaseOption = None,
     task: TaskOption = None,
     recipe: RecipeOption = "auto",
     overrides: SetOption = None,
 ) -> None:
     """Export student and teacher to ONNX; fails with 3 if the logits differ from PyTorch's by more than the bound."""
-    config, _, _ = chosen_recipe(task, recipe, "auto", overrides)
+    wanted = with_options(overrides, {"export.triton_release": triton_release})
+    config, _, _ = chosen_recipe(task, recipe, "auto", wanted)
     _run_stage(_step(config, "export"), {"student": student, "teacher": teacher, "corpus": corpus}, out)
 
 
@@ -188,12 +191,14 @@ def quantize(
         Path, typer.Option("--student", help="Folder made by `compressor distill`: what static-qat would train.")
     ],
     teacher: Annotated[Path, typer.Option("--teacher", help="Folder made by `compressor finetune`, to compare with.")],
+    target_cpu: TargetCpuOption = None,
     task: TaskOption = None,
     recipe: RecipeOption = "auto",
     overrides: SetOption = None,
 ) -> None:
     """Quantize the student to INT8; fails with 3 if every candidate loses more accuracy than the bound."""
-    config, _, _ = chosen_recipe(task, recipe, "auto", overrides)
+    wanted = with_options(overrides, {"quantize.target_cpu": target_cpu})
+    config, _, _ = chosen_recipe(task, recipe, "auto", wanted)
     parents = {"onnx": onnx, "student": student, "teacher": teacher, "corpus": corpus}
     _run_stage(_step(config, "quantize"), parents, out)
 

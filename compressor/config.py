@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, StringConstraints, model_validator
 
 from compressor.errors import ConfigError
 from compressor.machine import TargetCpu
@@ -14,6 +15,7 @@ from compressor.triton_releases import format_for
 Fraction = Annotated[float, Field(ge=0, le=1)]
 Positive = Annotated[int, Field(ge=1)]
 Rate = Annotated[float, Field(gt=0, lt=1)]
+Stripped = Annotated[str, StringConstraints(strip_whitespace=True)]
 
 STUDENT_INITS = ("project", "teacher-layers", "random", "general")
 ADAPT = "adapt"  # as augment.masked_lm: made here
@@ -42,10 +44,12 @@ class TaskConfig(Section):
     """One or two text columns of the user's files."""
     label: str | None = None
     """The column of the user's files that holds the label, or the number to predict."""
-    labels: Annotated[tuple[str, ...], Field(min_length=2, strict=False)] | None = None
-    """Names of the user's labels; if not given, those that the training file holds, in alphabetical order."""
+    labels: Annotated[tuple[Stripped, ...], Field(min_length=2, strict=False)] | None = None
+    """Names of the user's labels; if not given, those that the training file holds, in alphabetical order, but for `f1`
+    the rarer one of two as the second."""
     metric: Metric = "accuracy"
-    """What the user's models are chosen by; `pearson` and `spearman` make it a regression."""
+    """What the user's models are chosen by; `f1` is that of the second of two labels, or the mean over more; `pearson`
+    and `spearman` make it a regression."""
 
     @model_validator(mode="after")
     def _is_known_or_described(self) -> TaskConfig:
@@ -96,6 +100,17 @@ class TaskConfig(Section):
             metrics=(self.metric,),
             max_tokens=self.max_tokens or OWN_MAX_TOKENS,
         )
+
+
+def _refuse_unused(section: Section, names: tuple[str, ...], why: str) -> None:
+    """Raise ValueError if one of some settings, which have no use here, is not the default.
+
+    Not by `model_fields_set`: a recipe that was written down with its defaults is read again.
+    """
+    for name in names:
+        value, default = getattr(section, name), type(section).model_fields[name].default
+        if value != default:
+            raise ValueError(f"{name} is {value!r} and {why}, so it has no use; drop it")
 
 
 class CorpusConfig(Section):
@@ -211,6 +226,12 @@ class Imitation(Optimisation):
     normalisation: Literal["tokens", "published"] = "tokens"
     """Means over real tokens, or as the published code has them: padding included, cross-entropy over classes too."""
 
+    @model_validator(mode="after")
+    def _relations_have_heads(self) -> Imitation:
+        if self.attention == "scores":
+            _refuse_unused(self, ("relation_heads",), 'attention is "scores", which are compared head by head')
+        return self
+
 
 class GeneralConfig(Imitation):
     """General distillation: a pretrained teacher's inside, learnt on any text."""
@@ -258,13 +279,21 @@ class DistillConfig(Imitation):
     temperature: Annotated[float, Field(gt=0)] = 1.0
     """Divides both models' logits in the soft cross-entropy."""
 
+    @model_validator(mode="after")
+    def _settings_are_of_the_objective(self) -> DistillConfig:
+        inside, answers = ("attention", "relation_heads", "projection"), ("temperature",)
+        unused = inside if self.objective == "prediction" else answers
+        _refuse_unused(self, unused, f"objective is {self.objective!r}")
+        return self
+
 
 class ExportConfig(Section):
     """The ONNX graphs and their parity gates."""
 
     format: Literal["onnx"] = "onnx"
     targets: Annotated[tuple[Literal["cpu", "gpu"], ...], Field(min_length=1, strict=False)] = ("cpu",)
-    """`cpu` is the fp32 graph, which INT8 is made from; `gpu` adds one in fp16."""
+    """`cpu` is the fp32 graph, which INT8 is made from; `gpu` adds one in fp16, for publish.runtime
+    `onnxruntime`."""
     triton_release: str = "24.10"
     """Container release of the Triton that will serve, 24.06 or later: what it must be able to read."""
     exporter: Literal["auto", "optimum", "torch"] = "auto"
@@ -274,8 +303,9 @@ class ExportConfig(Section):
     max_logit_difference_fp16: Annotated[float, Field(gt=0)] = 5e-2
     """The same for the fp16 graph."""
     max_weight_outlier: Annotated[float, Field(gt=1)] = 30.0
-    """Outlier gate: largest norm of a row or column of a dense weight, as a multiple of the median one of that weight.
-    Healthy students, their teachers and MiniLM have at most 6.7."""
+    """Outlier gate: largest norm of a row or column of a dense weight, as a multiple of the median one of that weight,
+    and of a column of an embedding table, of the word table. Healthy students, their teachers and MiniLM have at most
+    6.7, and 2.5 in tables."""
 
     @model_validator(mode="after")
     def _has_a_cpu_graph(self) -> ExportConfig:
@@ -319,7 +349,8 @@ class QuantizeConfig(Section):
     max_metric_drop: Fraction = 0.005
     """Accuracy gate: largest loss on the validation set against the fp32 student, in any batch that a server makes."""
     max_label_flips: Fraction = 0.0
-    """Invariance gate: largest share of validation texts whose answer depends on the batch that they are in."""
+    """Invariance gate: largest share of validation texts whose answer depends on the batch that they are in; with 0
+    their logits may not either, by more than 1e-5."""
     min_agreement: Fraction = 0.97
     """Agreement gate: least share of validation texts with the fp32 student's answer. Where it is less by no more than
     so few rows can show (95 %), it holds; a regression has no such gate."""
@@ -333,11 +364,15 @@ class QuantizeConfig(Section):
     """Keep only word pieces that the task's training text, or `vocabulary_texts`, use; others become smaller pieces."""
     vocabulary_texts: Annotated[tuple[str, ...], Field(strict=False)] = ()
     """More text whose word pieces are kept: sources as of [general]."""
+    vocabulary_column: str = "text"
+    """The column that holds the text in files of `vocabulary_texts` that have columns."""
 
     @model_validator(mode="after")
     def _texts_have_a_use(self) -> QuantizeConfig:
         if self.vocabulary_texts and not self.trim_vocabulary:
             raise ValueError("vocabulary_texts are given and trim_vocabulary is false; set it, or drop the texts")
+        if not self.vocabulary_texts:
+            _refuse_unused(self, ("vocabulary_column",), "there are no vocabulary_texts")
         return self
 
 
@@ -364,7 +399,7 @@ class BuildConfig(Section):
     """A whole recipe."""
 
     task: TaskConfig
-    seed: int = 42
+    seed: Annotated[int, Field(ge=0, lt=2**32)] = 42
     """Seed of the splits, the augmentation, the order of rows, dropout and new weights."""
     corpus: CorpusConfig
     augment: AugmentConfig | None = None
@@ -401,6 +436,21 @@ class BuildConfig(Section):
             raise ValueError(f"{self.task.name} is a regression, whose teacher has no labels; drop max_disagreement")
         if self.student.init == "general" and self.general is None:
             raise ValueError('student.init is "general" and the recipe has no [general]; add one')
+        if self.general is not None and self.student.init != "general":
+            raise ValueError(
+                f"the recipe has a [general] that nothing begins with: student.init is {self.student.init!r}; "
+                'set it to "general", or drop the section'
+            )
+        if is_regression:
+            for stage in self.distill:
+                _refuse_unused(stage, ("temperature",), f"{self.task.name} is a regression")
+        kinds = [self.general.projection] if self.general is not None else []
+        kinds += [stage.projection for stage in self.distill if stage.objective == "intermediate"]
+        if ("per-layer", "shared") in pairwise(kinds):
+            raise ValueError(
+                'a stage has projection "shared" after one with "per-layer", whose projections it goes on with; '
+                "set both alike"
+            )
         if self.adapt is not None and self.adaptation is None:
             raise ValueError('[adapt] makes the model of augment.masked_lm = "adapt", which is not set; set or drop it')
         return self

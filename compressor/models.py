@@ -5,9 +5,8 @@ Shape legend: B batch, S sequence, D hidden width.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,10 +16,8 @@ from torch import Tensor, nn
 from transformers import BertConfig, BertForSequenceClassification, PreTrainedModel
 
 from compressor.config import StudentConfig
-from compressor.errors import ModelError
+from compressor.shapes import Sizes, check_copied
 from compressor.tasks import Task
-
-SIZES = ("num_hidden_layers", "hidden_size", "num_attention_heads", "intermediate_size")
 
 
 @dataclass(frozen=True)
@@ -81,32 +78,6 @@ class Observed(nn.Module):
         return linear.register_forward_hook(lambda module, inputs, output: seen.__setitem__(name, output))
 
 
-def layer_map(student_layers: int, teacher_layers: int, given: tuple[int, ...] | None = None) -> tuple[int, ...]:
-    """Teacher layer (from 0) that each student layer learns from: `given` (from 1), or the last of each of equal parts.
-
-    Where the depths do not divide, parts differ by one layer. 4 of 12 gives 2, 5, 8, 11; 4 of 6 gives 1, 2, 4, 5.
-    Raises ModelError if the teacher is not deep enough. Source: TinyBERT's uniform mapping.
-    """
-    if student_layers > teacher_layers:
-        raise ModelError(
-            f"student.layers is {student_layers} and the teacher has {teacher_layers} layers; "
-            f"1 to {teacher_layers} are possible"
-        )
-    if given is None:
-        return tuple(round((layer + 1) * teacher_layers / student_layers + 1e-9) - 1 for layer in range(student_layers))
-    if len(given) != student_layers:
-        raise ModelError(
-            f"student.layer_map is {list(given)} and the student has {student_layers} layers; give one entry for each"
-        )
-    beyond = [layer for layer in given if not 1 <= layer <= teacher_layers]
-    if beyond:
-        raise ModelError(
-            f"student.layer_map names {beyond} and the teacher has {teacher_layers} layers; "
-            f"1 to {teacher_layers} are possible"
-        )
-    return tuple(layer - 1 for layer in given)
-
-
 def student_shape(config: StudentConfig, teacher: BertConfig) -> BertConfig:
     """The configuration of a student: its own sizes, the teacher's vocabulary, positions and labels; no dropout."""
     shape = BertConfig.from_dict(teacher.to_dict())
@@ -119,28 +90,16 @@ def student_shape(config: StudentConfig, teacher: BertConfig) -> BertConfig:
     return shape
 
 
-def check_reach(config: BertConfig, *, max_tokens: int, is_pair: bool, folder: Path) -> None:
-    """Raise ModelError unless a model reads rows of `max_tokens`, and tells the texts of a pair apart."""
-    if config.max_position_embeddings < max_tokens:
-        raise ModelError(
-            f"max_tokens is {max_tokens} and the model in {folder} reads at most {config.max_position_embeddings} "
-            "tokens; set task.max_tokens to that or less"
-        )
-    if is_pair and config.type_vocab_size < 2:
-        raise ModelError(
-            f"the model in {folder} has type_vocab_size {config.type_vocab_size} and the task has pairs of texts, "
-            "which need 2; give another checkpoint"
-        )
-
-
-def score_scale(task: Task, score_N: NDArray[Any]) -> tuple[float, float]:
-    """Mean and spread of training scores (N,) of any size: a regression is trained on what is left without them.
+def score_scale(task: Task, read: Callable[[], NDArray[Any]]) -> tuple[float, float]:
+    """Mean and spread of training scores of any size: a regression is trained on what is left without them.
 
     Otherwise a head would begin far from them, and the rates of the recipes would not reach them. (0, 1) for labels,
-    and for a range that the task gives: TinyBERT trains on STS-B's scores as they are.
+    and for a range that the task gives: TinyBERT trains on STS-B's scores as they are. `read` gives the scores (N,),
+    and is called only if they are needed.
     """
     if not task.is_regression or task.score_range is not None:
         return 0.0, 1.0
+    score_N = read()
     return float(score_N.mean(dtype=np.float64)), float(score_N.std(dtype=np.float64))
 
 
@@ -162,12 +121,7 @@ def copied_student(
     shape: BertConfig, teacher: BertForSequenceClassification, layers: Sequence[int]
 ) -> BertForSequenceClassification:
     """A student that starts as the given `layers` (from 0) of the teacher. Raises ModelError if the widths differ."""
-    for name in SIZES[1:]:
-        mine, theirs = getattr(shape, name), getattr(teacher.config, name)
-        if mine != theirs:
-            raise ModelError(
-                f'init = "teacher-layers" needs the teacher\'s {name}: {theirs}, not {mine}; use init = "project"'
-            )
+    check_copied(Sizes.of(shape), Sizes.of(teacher.config))
     student = BertForSequenceClassification(shape)
     student.bert.embeddings.load_state_dict(teacher.bert.embeddings.state_dict())
     for layer, source in zip(student.bert.encoder.layer, layers, strict=True):

@@ -7,8 +7,8 @@ Shape legend: N rows, B batch, S sequence, C outputs, D teacher width, d student
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -21,6 +21,7 @@ from compressor.config import DistillConfig, Imitation
 from compressor.errors import ModelError
 from compressor.losses import intermediate_loss, score_loss, soft_cross_entropy
 from compressor.models import Observed
+from compressor.shapes import Sizes, refuse_unlike
 from compressor.training import Tensors
 
 
@@ -42,7 +43,7 @@ class Intermediate(nn.Module):
         start: Projections | None = None,
     ) -> None:
         super().__init__()
-        refuse_unlike(config, student.config, teacher.config)
+        refuse_unlike(config, Sizes.of(student.config), Sizes.of(teacher.config))
         self._relations = config.attention == "relations"
         self._heads = config.relation_heads if self._relations else student.config.num_attention_heads
         self._normalisation = config.normalisation
@@ -63,7 +64,7 @@ class Intermediate(nn.Module):
         projected = [self.projections[number % count](states) for number, states in enumerate(mine.hidden)]
         targets = [theirs.hidden[0], *(theirs.hidden[layer + 1] for layer in self._layers)]
         attention = [mine.attention[layer] for layer in range(len(self._layers))]
-        return intermediate_loss(
+        terms = intermediate_loss(
             (projected, targets),
             (attention, [theirs.attention[layer] for layer in self._layers]),
             batch.mask_BS.bool(),
@@ -71,6 +72,16 @@ class Intermediate(nn.Module):
             relations=self._relations,
             normalisation=self._normalisation,
         )
+        # Means over tokens weigh by the tokens of the rows; published ones count padding, and all rows have as much.
+        weights = {"relations": batch.tokens}
+        if self._normalisation == "tokens":
+            weights |= {"embedding": batch.tokens, "hidden": batch.tokens, "attention": batch.pairs}
+        return {name: term * weights.get(name, 1.0) for name, term in terms.items()}
+
+    def trained_projections(self) -> Projections:
+        """The projections to the teacher's width as they are now."""
+        parts: Any = self.projections
+        return [(part.weight.detach().cpu(), part.bias.detach().cpu()) for part in parts]
 
 
 class Prediction(nn.Module):
@@ -96,24 +107,6 @@ class Prediction(nn.Module):
         if target_BC.shape[1] == 1:
             return {"score": score_loss(logits_BC, target_BC)}
         return {"soft_label": soft_cross_entropy(logits_BC, target_BC, self._temperature, self._normalisation)}
-
-
-def refuse_unlike(config: Imitation, student: BertConfig, teacher: BertConfig) -> None:
-    """Raise ModelError if the attention of two models of these shapes cannot be compared as `config` says."""
-    if config.attention == "scores":
-        mine, theirs = student.num_attention_heads, teacher.num_attention_heads
-        if mine != theirs:
-            raise ModelError(
-                f"the student has {mine} attention heads and the teacher {theirs}; scores are compared head by head; "
-                f'set attention = "relations", or student.heads to {theirs}'
-            )
-        return
-    widths, heads = (student.hidden_size, teacher.hidden_size), config.relation_heads
-    if any(width % heads for width in widths):
-        raise ModelError(
-            f"relation_heads is {heads}, which does not divide the widths of student and teacher, "
-            f"{widths[0]} and {widths[1]}; choose a divisor of {math.gcd(*widths)}"
-        )
 
 
 def _projections(

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from compressor.errors import ConfigError
+from compressor.world import check_device
 
 if TYPE_CHECKING:
     from compressor.config import BuildConfig
@@ -24,6 +26,12 @@ TeacherOption = Annotated[
 ]
 ProcessesOption = Annotated[int, typer.Option("--processes", min=1, help="Processes that train together.")]
 DeviceOption = Annotated[str, typer.Option("--device", help="auto, cpu or cuda.")]
+TritonReleaseOption = Annotated[
+    str | None, typer.Option("--triton-release", help="Container release that will serve, as 25.01.")
+]
+TargetCpuOption = Annotated[
+    str | None, typer.Option("--target-cpu", help="Processor that will serve: auto, avx2, avx512_vnni, amx or neon.")
+]
 OutOption = Annotated[Path, typer.Option("--out", help="Folder of the result.")]
 CorpusOption = Annotated[Path, typer.Option("--corpus", help="Folder made by `compressor corpus`.")]
 RepositoryOption = Annotated[Path, typer.Option("--repository", help="Triton model repository.")]
@@ -53,13 +61,9 @@ def chosen_recipe(
     """The recipe with its overrides, its name, and why it was chosen."""
     from compressor.recipe import load_recipe
 
-    if device not in ("auto", "cpu", "cuda"):
-        raise ConfigError(f"--device is {device!r}; known: auto, cpu, cuda")
+    check_device(device)
     name, why = auto_recipe(device) if recipe == "auto" else (recipe, "as given")
-    applied = list(overrides or [])
-    # A JSON string is a TOML string as well.
-    applied += [f"corpus.source={json.dumps(data)}"] if data else []
-    applied += [f"finetune.teacher={json.dumps(teacher)}"] if teacher else []
+    applied = with_options(overrides, {"corpus.source": data, "finetune.teacher": teacher})
     config = load_recipe(task, name, tuple(applied))
     if config.task.is_own and not config.task.is_regression and config.task.labels is None:
         from compressor.stages.corpus import find_labels
@@ -69,10 +73,18 @@ def chosen_recipe(
     return config, name, why
 
 
+def with_options(overrides: list[str] | None, given: Mapping[str, Any]) -> list[str]:
+    """The overrides, then those of options by the setting that each stands for; None where one is not given."""
+    # A value of JSON is one of TOML as well.
+    return [*(overrides or []), *(f"{key}={json.dumps(value)}" for key, value in given.items() if value is not None)]
+
+
 def check_files(source: Path, out: Path, *, overwrite: bool) -> None:
     """Raise ConfigError unless a table can be read from `source` and another written to `out`."""
     if not source.is_file():
         raise ConfigError(f"{source} is no file; give a .csv, .tsv, .jsonl or .parquet file")
+    if not out.parent.is_dir():
+        raise ConfigError(f"OUT is {out}, and there is no folder {out.parent}; make it, or give another OUT")
     if out.exists() and out.samefile(source):
         raise ConfigError(f"IN and OUT are both {source}; give another OUT")
     if out.exists() and not (overwrite and out.is_file()):

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from compressor import __version__, artifact, sources
+from compressor import __version__, artifact, shapes, sources
 from compressor.artifact import Artifact
 from compressor.config import BuildConfig, Optimisation
 from compressor.errors import ArtifactError, ConfigError, SourceError
@@ -40,8 +40,12 @@ def check_ready(line: list[Step]) -> None:
             sources.check(source, what=what)
 
 
-def _check_batches(config: BuildConfig, where: Where) -> None:
-    """Refuse batches with fewer rows than processes. Raises ConfigError."""
+def check_recipe(config: BuildConfig, where: Where) -> None:
+    """Refuse, before any stage starts, what would end one of them: see `shapes.check_recipe`; and small batches.
+
+    Raises ModelError, and ConfigError for batches with fewer rows than processes.
+    """
+    shapes.check_recipe(config)
     sections: dict[str, Optimisation | None] = {
         "finetune": config.finetune,
         "adapt": config.adaptation,
@@ -105,7 +109,7 @@ def build(config: BuildConfig, recipe: str, run: Path, where: Where, *, overwrit
     """
     line = steps(config, where)
     check_ready(line)
-    _check_batches(config, where)
+    check_recipe(config, where)
     refuse_foreign_run(run)
     todo = [item.step for item in plan(line, run, overwrite=overwrite) if item.reusable is None]
     for step in todo:

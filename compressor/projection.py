@@ -21,8 +21,11 @@ import torch
 from torch import Tensor, nn
 from transformers import BertConfig, BertForSequenceClassification
 
-from compressor.errors import ModelError
-from compressor.models import layer_map
+from compressor.checkpoints import Projections
+from compressor.dataset import Encoded, Rows
+from compressor.models import copied_student, random_student
+from compressor.shapes import Sizes, check_projected, layer_map
+from compressor.training import Tensors
 
 Sample = Sequence[tuple[Tensor, Tensor, Tensor]]
 """Batches of (input ids, segments, mask), each (B, S) int64; the mask is 1 at a real token."""
@@ -30,6 +33,37 @@ TOKENS = 30_000  # that take part in the fits, at most about: bounds memory and 
 LAYER_RIDGE = 1e-2  # pulls of the fits to the projected weights, in units of the features' mean energy
 VIEW_RIDGE = 1e-3
 HEAD_RIDGE = 1e-1  # the head is fitted on texts, of which there are few, and not on tokens
+
+
+def begun_student(
+    init: str,
+    shape: BertConfig,
+    teacher: BertForSequenceClassification,
+    layers: tuple[int, ...],
+    encoded: Encoded,
+    groups: Sequence[Rows],
+    seed: int,
+) -> tuple[BertForSequenceClassification, Projections | None]:
+    """A student begun as `init` says, and what its projections to the teacher's width start from.
+
+    `layers` are the teacher's (from 0) that it learns from; `groups` are batches of rows of `encoded` that show the
+    subspace of the teacher's states. Raises ModelError if it cannot begin so.
+    """
+    match init:
+        case "random":
+            return random_student(shape, seed), None
+        case "teacher-layers":
+            student, basis_Dd = copied_student(shape, teacher, layers), torch.eye(shape.hidden_size)
+        case _:
+            batches = [Tensors.of(encoded.batch(row_B), teacher.device) for row_B in groups]
+            sample = [(batch.input_ids_BS, batch.segment_BS, batch.mask_BS) for batch in batches]
+            student, basis_Dd = projected_student(shape, teacher, sample, seed, kept=layers)
+    return student, [(basis_Dd, torch.zeros(len(basis_Dd)))]
+
+
+def in_groups(row_N: Rows, size: int) -> list[Rows]:
+    """Rows in batches of `size`, the last one what is left."""
+    return [row_N[first : first + size] for first in range(0, len(row_N), size)]
 
 
 @torch.no_grad()
@@ -48,23 +82,12 @@ def projected_student(
     whatever they are worth. Raises ModelError if the student is wider or deeper than the teacher, or has another head
     count.
     """
-    config = teacher.config
-    width, heads = shape.hidden_size, shape.num_attention_heads
-    if width > config.hidden_size:
-        raise ModelError(
-            f'init = "project" cannot widen: student.hidden is {width} and the teacher\'s {config.hidden_size}; '
-            f"give at most {config.hidden_size}"
-        )
-    if heads != config.num_attention_heads:
-        raise ModelError(
-            f"init = \"project\" keeps the teacher's heads: student.heads is {heads} and the teacher's "
-            f"{config.num_attention_heads}; give {config.num_attention_heads}"
-        )
-    kept = kept or layer_map(shape.num_hidden_layers, config.num_hidden_layers)
+    check_projected(Sizes.of(shape), Sizes.of(teacher.config))
+    kept = kept or layer_map(shape.num_hidden_layers, teacher.config.num_hidden_layers)
     teacher = teacher.eval()
     picked = _pick(sample, seed)
     seen = _observe(teacher, sample, picked)
-    basis_Dd = _basis(seen.moment_DD, width)
+    basis_Dd = _basis(seen.moment_DD, shape.hidden_size)
     torch.manual_seed(seed)  # the neurons that the teacher does not have
     student = BertForSequenceClassification(shape).to(teacher.device).eval()
 

@@ -8,8 +8,8 @@ from typing import Any
 
 from compressor.artifact import Artifact
 from compressor.errors import ArtifactError
+from compressor.stages.augment.quality import EXAMPLES_FILE
 
-EXAMPLES_FILE = "examples.json"  # of the stage's artifact
 COUNTED = "asked_rows"  # of all stages' metrics only an augmentation's have it
 # In the order of the table.
 KINDS = {

@@ -5,53 +5,48 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from compressor.bounds import Bounds, most_agreement
 from compressor.evaluate import METRIC_NAMES
-
-TOLERANCE = 1e-12  # for the rounding of shares of rows
 
 
 def int8_candidates(metrics: Mapping[str, Any], section: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The INT8 schemes that were tried, fp32 first, with what each loses on validation and the bounds."""
-    bounds = {"drop": section["max_metric_drop"], "flips": section["max_label_flips"]}
-    min_agreement = section.get("min_agreement", 0.0)  # runs of old versions have none
-    rows = []
+    """The INT8 schemes that were tried, fp32 first, with what each loses on validation, and why it is out if it is."""
+    bounds, rows = Bounds.of(section), []
     for row in metrics["candidates"]:
         facts: dict[str, Any] = {"chosen": row["scheme"] == metrics["scheme"]}
         if not row["scheme"].startswith("fp32"):
             facts |= {
                 "drop_points": 100 * row["drop"],
-                "bound_points": 100 * bounds["drop"],
-                "bound_flips": bounds["flips"],
-                "bound_agreement": min_agreement,
-                "within_bound": all(row[name] <= bound + TOLERANCE for name, bound in bounds.items())
-                and _agreement(row) >= min_agreement,
+                "bound_points": 100 * bounds.max_metric_drop,
+                "within_bound": bounds.hold(row),
+                "faults": bounds.faults(row),
             }
         rows.append({**row, **facts})
     return rows
 
 
-def int8_gates(candidates: list[dict[str, Any]]) -> list[tuple[str, float, str, float, str, bool]]:
+def int8_gates(
+    metrics: Mapping[str, Any], section: Mapping[str, Any]
+) -> list[tuple[str, float, str, float, str, bool]]:
     """What the chosen scheme had to hold: name, value, rule, bound, unit, result."""
-    found = []
-    for row in candidates:
-        if row["chosen"]:
-            lost = f"{METRIC_NAMES[row['metric']]} lost on validation, in the batches where it is most"
-            name = f"INT8 ({row['scheme']}) close to fp32 ({lost})"
-            passed = row["drop_points"] <= row["bound_points"] + 100 * TOLERANCE
-            found.append((name, row["drop_points"], "at most", row["bound_points"], "points", passed))
-            name = f"INT8 ({row['scheme']}) answers alike in every batch (validation texts whose answer changes)"
-            flips, bound = 100 * row["flips"], 100 * row["bound_flips"]
-            found.append((name, flips, "at most", bound, "%", flips <= bound + 100 * TOLERANCE))
-            if "agreement_fp32_95" in row:
-                name = f"INT8 ({row['scheme']}) answers as fp32 (validation texts, upper end of the 95 % interval)"
-                upper, bound = 100 * _agreement(row), 100 * row["bound_agreement"]
-                found.append((name, upper, "at least", bound, "%", upper >= bound))
-    return found
-
-
-def _agreement(row: Mapping[str, Any]) -> float:
-    """The most that the share of answers as fp32's may be; a regression has no such gate."""
-    return float(row.get("agreement_fp32_95", [1.0, 1.0])[1])
+    bounds = Bounds.of(section)
+    row = next(row for row in metrics["candidates"] if row["scheme"] == metrics["scheme"])
+    lost = f"{METRIC_NAMES[row['metric']]} lost on validation, in the batches where it is most"
+    drop, most = 100 * row["drop"], 100 * bounds.max_metric_drop
+    flips, most_flips = 100 * row["flips"], 100 * bounds.max_label_flips
+    alike = "answers alike in every batch (validation texts whose answer changes)"
+    found = [
+        (f"close to fp32 ({lost})", drop, "at most", most, "points", bounds.drop_holds(row)),
+        (alike, flips, "at most", most_flips, "%", bounds.flips_hold(row)),
+    ]
+    if (bound := bounds.max_batch_difference) is not None:
+        name = "computes alike in every batch (largest difference of a validation text's logits)"
+        found.append((name, row["batch_logit_difference"], "at most", bound, "logits", bounds.logits_hold(row)))
+    if "agreement_fp32_95" in row:
+        name = "answers as fp32 (validation texts, upper end of the 95 % interval)"
+        least, upper = 100 * bounds.min_agreement, 100 * most_agreement(row)
+        found.append((name, upper, "at least", least, "%", bounds.agreement_holds(row)))
+    return [(f"INT8 ({row['scheme']}) {name}", *facts) for name, *facts in found]
 
 
 def int8_facts(metrics: Mapping[str, Any], section: Mapping[str, Any]) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from compressor.artifact import Artifact
 from compressor.config import ADAPT, ENGLISH, STUDENT_INITS, AdaptConfig, AugmentConfig, BuildConfig, GeneralConfig
 
 # A stage recomputes when the code that decides its result changes; raise this with such a change.
-STAGES_VERSION = 6
+STAGES_VERSION = 7
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -176,11 +176,12 @@ def _augment(
 
 def _finetune(config: BuildConfig, where: Where, name: str) -> Step:
     def make(parents: Parents, key: str, out: Path) -> Artifact:
+        from compressor.dataset import task_of
         from compressor.stages.finetune import finetune
 
         return finetune(
             config.finetune,
-            config.task.row(),
+            task_of(parents["corpus"]),
             parents["corpus"],
             max_tokens=config.max_tokens,
             seed=config.seed,
@@ -237,12 +238,13 @@ def _distill(config: BuildConfig, where: Where, number: int, name: str, roles: M
     settings, init = config.distill[number], config.student.init
 
     def make(parents: Parents, key: str, out: Path) -> Artifact:
+        from compressor.dataset import task_of
         from compressor.stages.distill import distill
 
         return distill(
             settings,
             config.student,
-            config.task.row(),
+            task_of(parents["corpus"]),
             teacher=parents["teacher"],
             examples=parents["examples"],
             corpus=parents["corpus"],
@@ -276,11 +278,12 @@ def _distill(config: BuildConfig, where: Where, number: int, name: str, roles: M
 
 def _export(config: BuildConfig, name: str, roles: Mapping[str, str]) -> Step:
     def make(parents: Parents, key: str, out: Path) -> Artifact:
+        from compressor.dataset import task_of
         from compressor.stages.export import export
 
         return export(
             config.export,
-            config.task.row(),
+            task_of(parents["corpus"]),
             student=parents["student"],
             teacher=parents["teacher"],
             corpus=parents["corpus"],
@@ -302,11 +305,12 @@ def _export(config: BuildConfig, name: str, roles: Mapping[str, str]) -> Step:
 
 def _quantize(config: BuildConfig, name: str, roles: Mapping[str, str]) -> Step:
     def make(parents: Parents, key: str, out: Path) -> Artifact:
+        from compressor.dataset import task_of
         from compressor.stages.quantize import quantize
 
         return quantize(
             config.quantize,
-            config.task.row(),
+            task_of(parents["corpus"]),
             onnx_models=parents["onnx"],
             student=parents["student"],
             teacher=parents["teacher"],
@@ -339,11 +343,12 @@ def _quantize(config: BuildConfig, name: str, roles: Mapping[str, str]) -> Step:
 
 def _publish(config: BuildConfig, where: Where, name: str, roles: Mapping[str, str]) -> Step:
     def make(parents: Parents, key: str, out: Path) -> Artifact:
+        from compressor.dataset import task_of
         from compressor.stages.publish import publish
 
         return publish(
             config.publish,
-            config.task.row(),
+            task_of(parents["corpus"]),
             int8=parents["int8"],
             onnx_models=parents["onnx"],
             corpus=parents["corpus"],

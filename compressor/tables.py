@@ -9,7 +9,7 @@ import csv
 import json
 import re
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from datetime import date, time, timedelta
 from decimal import Decimal
 from itertools import chain, islice
@@ -23,6 +23,8 @@ ROWS_AT_ONCE = 1000
 ROWS_SEEN = 10_000  # that the types of a Parquet file's columns are taken from, and the rows of its groups
 TYPED = (date, time, timedelta, Decimal)  # what Parquet has a type for and JSON has not; text where there are no types
 BREAKS = re.compile(r"[\t\n\r]")  # what no cell of a TSV file may hold
+SEPARATORS = re.compile(r"[,;|\t]")
+TSV_QUOTES = "a .tsv file is read in GLUE's dialect, where quotes are text; save it as .csv"
 Records = Iterator[tuple[str, dict[str, Any]]]  # where a row stands, for messages, and its fields by column
 
 
@@ -33,7 +35,7 @@ def records(path: Path, *, header: Sequence[str] = (), only: str | None = None, 
     files are spared the reading of the others. With `gaps`, a row of a TSV file that ends too soon has None in the rest
     of its columns. Raises DataError that names file and line of what cannot be read.
     """
-    match path.suffix:
+    match kind_of(path):
         case ".tsv":
             return _read_tsv(path, header, gaps=gaps)
         case ".csv":
@@ -44,6 +46,20 @@ def records(path: Path, *, header: Sequence[str] = (), only: str | None = None, 
             return _read_parquet(path, only)
         case _:
             raise _no_kind(path)
+
+
+def kind_of(path: Path) -> str:
+    """The ending of a file's name, which says how it is read, in small letters."""
+    return path.suffix.lower()
+
+
+def dialect_hint(columns: Collection[str]) -> str:
+    """What to add to a sentence about columns that were written in another dialect than they were read in."""
+    if len(columns) == 1 and any(map(SEPARATORS.search, columns)):
+        return "; columns of a .csv file are separated by commas, and of a .tsv file by tabs: save it so"
+    if any(len(name) > 1 and name[0] == name[-1] == '"' for name in columns):
+        return f"; {TSV_QUOTES}"
+    return ""
 
 
 def _no_kind(path: Path) -> DataError:
@@ -81,14 +97,14 @@ def check_columns(
 
 def check_cells(where: str, fields: Mapping[str, Any], out: Path) -> None:
     """Raise DataError if a field is, or holds, what a file like `out` cannot hold."""
-    if out.suffix == ".parquet":
+    if kind_of(out) == ".parquet":
         return
     for name, value in fields.items():
         try:
-            cell = _cell(value, out.suffix)
+            cell = _cell(value, kind_of(out))
         except DataError as error:
             raise DataError(f"{where}: column {name!r}: {error}") from error
-        if out.suffix == ".tsv":
+        if kind_of(out) == ".tsv":
             _check_breaks(where, name, cell)
 
 
@@ -100,14 +116,14 @@ class Form:
 
     def __init__(self, out: Path, like: Path | None = None) -> None:
         """Raises DataError if `out` has the name of no kind that can be written, or if `like` cannot be read."""
-        if out.suffix not in SUFFIXES:
+        if kind_of(out) not in SUFFIXES:
             raise _no_kind(out)
         self._out = out
         self._names = list[str]()
         self._waiting = list[tuple[str, dict[str, Any]]]()  # rows whose types were not looked at
         self._given = dict[str, Any]()
         self._found: Any = None
-        if out.suffix == ".parquet" and like is not None and like.suffix == ".parquet":
+        if kind_of(out) == ".parquet" and like is not None and kind_of(like) == ".parquet":
             import pyarrow as pa
             import pyarrow.parquet as pq
 
@@ -123,14 +139,14 @@ class Form:
         self._names = self._names or list(fields)
         _check_names(where, fields, self._names)
         check_cells(where, fields, self._out)
-        if self._out.suffix == ".parquet":
+        if kind_of(self._out) == ".parquet":
             self._waiting.append((where, {name: fields[name] for name in fields if name not in self._given}))
             if len(self._waiting) >= ROWS_AT_ONCE:
                 self._look()
 
     def schema(self) -> Any:
         """The columns of a Parquet file with all the rows; None for another kind. Raises DataError as `add`."""
-        if self._out.suffix != ".parquet":
+        if kind_of(self._out) != ".parquet":
             return None
         import pyarrow as pa
         import pyarrow.parquet as pq
@@ -276,7 +292,8 @@ def _checked(header: list[str], where: str) -> list[str]:
 
 def _fields(header: Sequence[str], values: Sequence[str | None], where: str) -> dict[str, Any]:
     if len(values) != len(header):
-        raise DataError(f"{where}: {len(values)} columns; a row needs {len(header)}; correct or drop it")
+        hint = dialect_hint(header)
+        raise DataError(f"{where}: {len(values)} columns; a row needs {len(header)}; correct or drop it{hint}")
     return dict(zip(header, values, strict=True))
 
 
@@ -291,7 +308,7 @@ def _decoded(path: Path) -> Iterator[tuple[int, str]]:
                     yield number, raw.decode("utf-8")
                 except UnicodeDecodeError as error:
                     raise DataError(
-                        f"{path}, line {number}: not UTF-8 ({error.reason} at byte {error.start})"
+                        f"{path}, line {number}: not UTF-8 ({error.reason} at byte {error.start}); save it as UTF-8"
                     ) from error
     except FileNotFoundError as error:
         raise DataError(f"{path} does not exist") from error
@@ -313,11 +330,11 @@ def write(path: Path, rows: Iterable[dict[str, Any]], *, like: Path | None = Non
         ".jsonl": _write_jsonl,
         ".parquet": lambda partial, alike: _write_parquet(partial, alike, like, schema),
     }
-    if path.suffix not in SUFFIXES:
+    if kind_of(path) not in SUFFIXES:
         raise _no_kind(path)
     partial = path.with_name(f"{path.name}.new")
     try:
-        count = writers[path.suffix](partial, _alike(rows))
+        count = writers[kind_of(path)](partial, _alike(rows))
         partial.replace(path)
     except OSError as error:
         raise DataError(f"{path} cannot be written: {error.strerror or error}; free space or choose another") from error

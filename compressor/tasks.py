@@ -7,6 +7,7 @@ from pydantic import BaseModel, ConfigDict
 from compressor.errors import ConfigError, nearest
 
 Names = tuple[str, ...]
+LARGE_SHARE = 0.8  # of the best score there is: what one answer to every text must not reach
 
 
 class Task(BaseModel):
@@ -48,6 +49,11 @@ class Task(BaseModel):
     """Augmented texts per text in the paper."""
 
     @property
+    def is_own(self) -> bool:
+        """Whether this is a task of the user's own."""
+        return self.name not in TASKS
+
+    @property
     def is_pair(self) -> bool:
         """Whether an example has two texts."""
         return len(self.columns) == 2
@@ -72,14 +78,21 @@ class Task(BaseModel):
         """Splits that are not trained on."""
         return ("validation", "test", *self.extra_files)
 
+    @property
+    def classes(self) -> dict[str, int]:
+        """Class by each name and code, case-folded."""
+        return {text.casefold(): index for known in (self.codes, self.labels) for index, text in enumerate(known)}
+
     def label_index(self, value: str) -> int | None:
         """Class of a label written as a name (any case) or as one of the codes; None if it is neither."""
-        folded = value.strip().casefold()
-        for known in (self.labels, self.codes):
-            folded_known = [name.casefold() for name in known]
-            if folded in folded_known:
-                return folded_known.index(folded)
-        return None
+        return self.classes.get(value.strip().casefold())
+
+    def imbalance_remedy(self, blind: float) -> str | None:
+        """What the user can do if the same answer to every text has the score `blind`; None if that is fair."""
+        if not self.is_own or self.metric not in ("accuracy", "f1") or blind < LARGE_SHARE:
+            return None
+        order = ", or list task.labels with the one that is looked for as the second" if self.metric == "f1" else ""
+        return f'set task.metric = "matthews"{order}'
 
 
 def _glue(name: str, **facts: object) -> Task:

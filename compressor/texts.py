@@ -108,17 +108,17 @@ def _package_texts(name: str, column: str, *, what: str) -> Iterator[str]:
 
 def _files(path: Path) -> list[Path]:
     if path.is_file():
-        if path.suffix not in SUFFIXES:
+        if tables.kind_of(path) not in SUFFIXES:
             raise DataError(f"{path} ends in {path.suffix!r}; files of text end in {', '.join(SUFFIXES)}")
         return [path]
-    files = sorted(file for file in path.rglob("*") if file.suffix in SUFFIXES and file.is_file())
+    files = sorted(file for file in path.rglob("*") if tables.kind_of(file) in SUFFIXES and file.is_file())
     if not files:
         raise DataError(f"{path} holds no text; put files there that end in {', '.join(SUFFIXES)}")
     return files
 
 
 def _file_texts(path: Path, column: str) -> Iterator[str]:
-    if path.suffix == ".txt":
+    if tables.kind_of(path) == ".txt":
         return (text for _, text in tables.lines(path))
     return _column_of(tables.records(path, only=column), column)
 
@@ -129,6 +129,7 @@ def _column_of(rows: tables.Records, column: str) -> Iterator[str]:
         if column not in fields:
             raise DataError(
                 f"{where}: no column {column!r}; found {', '.join(map(repr, fields))}; name one that holds text"
+                f"{tables.dialect_hint(fields)}"
             )
         text = "" if fields[column] is None else fields[column]
         if not isinstance(text, str):

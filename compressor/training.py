@@ -46,9 +46,13 @@ class Tensors:
     label_B: Tensor
     row_B: Tensor
     """Always in main memory, where what is looked up by row lies: no step waits for the device."""
+    tokens: float = 1.0
+    """Real tokens of a row on average, as a multiple of what they are in the whole step that this is a part of."""
+    pairs: float = 1.0
+    """The same of pairs of tokens in one row."""
 
     @classmethod
-    def of(cls, batch: Batch, device: torch.device) -> Tensors:
+    def of(cls, batch: Batch, device: torch.device, tokens: float = 1.0, pairs: float = 1.0) -> Tensors:
         """Move a batch to `device`."""
 
         def moved(array: NDArray[Any]) -> Tensor:
@@ -57,7 +61,8 @@ class Tensors:
             return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
 
         input_ids_BS, segment_BS, mask_BS = map(moved, batch.inputs)
-        return cls(input_ids_BS, segment_BS, mask_BS, moved(batch.label_B), torch.from_numpy(batch.row_B))
+        row_B = torch.from_numpy(batch.row_B)
+        return cls(input_ids_BS, segment_BS, mask_BS, moved(batch.label_B), row_B, tokens, pairs)
 
 
 def fit(
@@ -74,15 +79,16 @@ def fit(
 ) -> dict[str, Any]:
     """Train `module`, whose forward pass maps a `Tensors` batch to a dictionary of loss terms that are summed.
 
-    Each term is a mean over the rows it is given: whatever the number of processes and of `config.accumulate`, a step
-    is that of the same rows in one batch. `validate` measures the module on every rank, `validations_per_epoch` times
-    in each epoch (higher is better; the leader's value counts); the best state is kept at the end, or the last one
-    without it. `rates` are factors of the learning rate, by how the names of weights begin. `folder` holds the
-    checkpoint: a run that was killed goes on from there, also with another number of processes, and on one CPU process
-    ends with the same weights. Returns the history: steps, precision, and mean terms and validation metric between
-    validations; in fp16 also the loss scale, and the steps that were skipped because gradients were not finite. Raises
-    ConfigError if the device has no such precision, DataError if a batch has fewer rows than there are processes, and
-    ModelError if a mean term or the metric is not finite.
+    Each term is a mean over the rows it is given; one over their tokens, or pairs of these, is multiplied by the
+    batch's `tokens` or `pairs`. So, whatever the number of processes and of `config.accumulate`, a step is that of the
+    same rows in one batch. `validate` measures the module on every rank, `validations_per_epoch` times in each epoch
+    (higher is better; the leader's value counts); the best state is kept at the end, or the last one without it.
+    `rates` are factors of the learning rate, by how the names of weights begin. `folder` holds the checkpoint: a run
+    that was killed goes on from there, also with another number of processes, and on one CPU process ends with the same
+    weights. Returns the history: steps, precision, and mean terms and validation metric between validations; in fp16
+    also the loss scale, and the steps that were skipped because gradients were not finite. Raises ConfigError if the
+    device has no such precision, DataError if a batch has fewer rows than there are processes, and ModelError if a mean
+    term or the metric is not finite.
     """
     module.to(world.device).train()
     per_epoch = len(_order(examples, config, seed, 0, size=world.size))  # refuses more processes than rows of a batch
@@ -205,7 +211,7 @@ class Trainer:
         examples = replace(examples, pad_multiple=PAD_MULTIPLE)
         parts = _parts(row_B, self._config.accumulate, self._world)
         for number, (part_B, weight) in enumerate(parts, start=1):
-            batch = Tensors.of(examples.batch(part_B), self._world.device)
+            batch = Tensors.of(examples.batch(part_B), self._world.device, *_density(examples, part_B, row_B))
             # Gradients are exchanged once, after the last part.
             with nullcontext() if number == len(parts) else self._quietly():
                 with autocast(self._world, self._config.precision):
@@ -300,6 +306,12 @@ def _parts(row_B: NDArray[np.int64], count: int, world: World) -> list[tuple[NDA
     mine_B = row_B[world.rank :: world.size]
     parts = np.array_split(mine_B, min(count, len(mine_B)))
     return [(part_B, len(part_B) * world.size / len(row_B)) for part_B in parts]
+
+
+def _density(examples: Encoded, part_B: Rows, row_B: Rows) -> tuple[float, float]:
+    """How many tokens, and pairs of tokens, a row of a part has on average, as multiples of those of all rows."""
+    part, whole = examples.lengths(part_B), examples.lengths(row_B)
+    return float(part.mean() / whole.mean()), float((part**2).mean() / (whole**2).mean())
 
 
 def _step_seed(seed: int, step: int, rank: int) -> int:

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     import torch
     from numpy.typing import NDArray
 
+DEVICES = ("auto", "cpu", "cuda")
 # They tell of a failed process in tracebacks, before `launch` says it in a sentence.
 LAUNCHER_LOGS = ("torch.distributed.elastic.multiprocessing.api", "torch.multiprocessing.spawn")
 # What the libraries say when the process at the other end of a connection is gone.
@@ -102,8 +103,15 @@ def available_cores() -> int:
     return cores
 
 
+def check_device(name: str) -> None:
+    """Raise ConfigError unless this names a device; whether there is one is seen only with PyTorch."""
+    if name not in DEVICES:
+        raise ConfigError(f"--device is {name!r}; known: {', '.join(DEVICES)}")
+
+
 def resolve_device(name: str) -> str:
     """`cpu` or `cuda` for `auto`, `cpu` or `cuda`. Raises ConfigError if there is no such device here."""
+    check_device(name)
     import torch
 
     if name == "auto":

@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import hashlib
 import logging
-import math
-import re
 from array import array
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -26,20 +24,15 @@ from compressor.artifact import Artifact
 from compressor.config import CorpusConfig, TaskConfig
 from compressor.dataset import Example, write_examples
 from compressor.errors import DataError, SourceError
+from compressor.rows import Row, Table, checked_rows, checked_text, column_of, is_missing, listed, no_answer, written
 from compressor.sources import check, hub_data, index_file, index_text
-from compressor.tables import SUFFIXES, Records, dataset_records, lines, records
+from compressor.tables import SUFFIXES, dataset_records, kind_of, lines, records
 from compressor.tasks import Names, Task
 
 log = logging.getLogger(__name__)
-Row = tuple[tuple[str, ...], float]  # one text or the two of a pair, and the label index or score
 TRAIN: Names = ("train",)  # name of the file or hub split
-MAX_TEXT_BYTES = 100_000
-# Not tab and line ends. The second half but for ESC is let pass: it is what is left of a quotation mark (U+2018 to
-# U+201D) whose first byte was lost, as in GLUE's STS-B; BERT's tokenizer takes it out.
-CONTROL = re.compile(r"[\x00-\x08\x0b\x0c\x0e\x0f\x1b\x7f]")
-LARGEST_SCORE = float(np.finfo(np.float32).max)  # of what examples are kept in
+VALIDATION: Names = ("val", "valid")  # what a validation split may be called besides the task's own names
 MAX_LABELS_FOUND = 1000
-LABELS_SHOWN = 20
 
 
 @dataclass(frozen=True)
@@ -85,7 +78,11 @@ def corpus(config: CorpusConfig, task: Task, *, seed: int, key: str, out: Path) 
     """
     splits, facts = read_source(config, task, seed=seed)
     for name, rows in splits.items():
-        _refuse_one_answer(rows, task, f"the {name} split of {config.source}")
+        what = f"the {name} split of {config.source}"
+        _refuse_one_answer(rows, task, what)
+        if not task.is_regression:
+            _warn_of_absent_labels(rows, task, what)
+    _warn_of_imbalance(splits["train"], task, f"the train split of {config.source}")
     extra_files = {name: files for name, files in task.extra_files.items() if name in splits}
     found = task.model_copy(update={"extra_files": extra_files})
     section = {**config.model_dump(), "task": found.model_dump(mode="json")}
@@ -102,9 +99,38 @@ def _refuse_one_answer(rows: Split, task: Task, what: str) -> None:
     answers = np.unique(rows.label_N).tolist()
     if len(answers) >= 2:
         return
+    if not answers:
+        few = "rows" if task.is_regression else "rows of each label"
+        raise DataError(
+            f"{what} has no rows: there are too few {few} to share out; give more, or a file for each split"
+        )
     kind, rule = ("score", "two scores") if task.is_regression else ("label", "two labels")
-    only = [label if task.is_regression else task.labels[int(label)] for label in answers]
-    raise DataError(f"{what} has {f'only {kind} {only[0]!r}' if only else 'no rows'}; it needs at least {rule}")
+    only = answers[0] if task.is_regression else task.labels[int(answers[0])]
+    raise DataError(f"{what} has only {kind} {only!r}; it needs at least {rule}; add rows with another")
+
+
+def _warn_of_absent_labels(rows: Split, task: Task, what: str) -> None:
+    """Say which labels nothing can be learnt or measured of."""
+    absent = np.setdiff1d(np.arange(task.outputs), rows.label_N).tolist()
+    if absent:
+        labels = listed([repr(task.labels[label]) for label in absent])
+        log.warning("%s has no row with label %s, of which it can say nothing; give more such rows", what, labels)
+
+
+def _warn_of_imbalance(rows: Split, task: Task, what: str) -> None:
+    """Say so before hours of training if the metric hardly tells a model from the same answer to every text."""
+    label_L, count_L = np.unique(rows.label_N, return_counts=True)
+    share, label = count_L.max() / len(rows), label_L[count_L.argmax()]
+    remedy = task.imbalance_remedy(share)
+    if remedy is not None and (task.metric == "accuracy" or (task.outputs == 2 and label == 1)):  # F1 is of the second
+        log.warning(
+            "%.1f %% of the rows of %s have label %r, and %s hardly tells a model from that one answer; %s",
+            100 * share,
+            what,
+            task.labels[int(label)],
+            "accuracy" if task.metric == "accuracy" else "F1",
+            remedy,
+        )
 
 
 def _counts(rows: Split, task: Task) -> dict[str, int]:
@@ -116,27 +142,30 @@ def _counts(rows: Split, task: Task) -> dict[str, int]:
 
 
 def find_labels(config: CorpusConfig, task: TaskConfig) -> Names:
-    """The labels in the training rows of a user's own task, as first written, in alphabetical order.
+    """The labels in the training rows of a user's own task, in alphabetical order.
 
-    Raises DataError if there are fewer than two, or so many that they must be numbers, and SourceError as `corpus`.
+    For `f1` the rarer one of two comes second, because F1 is of the second. Raises DataError if there are fewer than
+    two, or so many that they must be numbers, or two that differ in case alone, and SourceError as `corpus`.
     """
     assert task.label is not None  # a task of the user's own
     check(config.source, what="corpus.source")
     if config.source.startswith("index:"):
         raise _ratings_do_not_fit(config.source, task.name)
-    found: dict[str, str] = {}
+    found, counts = dict[str, str](), Counter[str]()
     title, read = _tables(config.source, {"train": TRAIN}, only=task.label)["train"]
-    for where, fields in read():
-        raw = fields[_column(fields, (task.label,), where)]
-        label = _written(raw)
-        if not label or not (isinstance(raw, str | int) or (isinstance(raw, float) and raw.is_integer())):
+    rows = read()
+    for where, fields in rows:
+        raw = fields[column_of(fields, (task.label,), where)]
+        if is_missing(raw):
+            raise no_answer(where, rows, task.label, "label")
+        label = _new_label(raw, where)
+        known = found.setdefault(label.casefold(), label)
+        if known != label:
             raise DataError(
-                f"{where}: label {raw!r} is no text, whole number, true or false; "
-                "set task.metric to 'pearson' to predict numbers"
+                f"{where}: label {label!r} differs from label {known!r} in case alone; write them alike, or list "
+                "task.labels, which are read in any case"
             )
-        if label.splitlines() != [label]:
-            raise DataError(f"{where}: label {raw!r} has a line break; a label is one line; correct it or drop the row")
-        found.setdefault(label.casefold(), label)
+        counts[label] += 1
         if len(found) > MAX_LABELS_FOUND:
             raise DataError(
                 f"{title} has more than {MAX_LABELS_FOUND:,} labels in column {task.label!r}: they look like numbers; "
@@ -145,7 +174,23 @@ def find_labels(config: CorpusConfig, task: TaskConfig) -> Names:
     if len(found) < 2:
         only = f"only label {next(iter(found.values()))!r}" if found else "no rows"
         raise DataError(f"{title} has {only} in column {task.label!r}; a classifier needs at least two labels")
-    return tuple(sorted(found.values(), key=str.casefold))
+    labels = sorted(found.values(), key=str.casefold)
+    if task.metric == "f1" and len(labels) == 2:
+        labels.sort(key=lambda label: -counts[label])
+    return tuple(labels)
+
+
+def _new_label(raw: Any, where: str) -> str:
+    """A label that no list holds yet. Raises DataError if it cannot be one."""
+    label = written(raw)
+    if not (isinstance(raw, str | int) or (isinstance(raw, float) and raw.is_integer())):
+        raise DataError(
+            f"{where}: label {raw!r} is no text, whole number, true or false; "
+            "set task.metric to 'pearson' to predict numbers"
+        )
+    if label.splitlines() != [label]:
+        raise DataError(f"{where}: label {raw!r} has a line break; a label is one line; correct it or drop the row")
+    return label
 
 
 def read_source(config: CorpusConfig, task: Task, *, seed: int) -> tuple[dict[str, Split], dict[str, Any]]:
@@ -160,11 +205,16 @@ def read_source(config: CorpusConfig, task: Task, *, seed: int) -> tuple[dict[st
         facts: dict[str, Any] = {"provenance": source.provenance, "undecided_left_out": skipped}
         whole = Split.of(partial(compress, rows))
         return _split(whole, task, config, seed=seed), facts | {"splits": "cut from one list of rows"}
-    names = {"train": TRAIN, "validation": task.validation_files, "test": task.test_files, **task.extra_files}
+    names = {
+        "train": TRAIN,
+        "validation": (*task.validation_files, *VALIDATION),
+        "test": task.test_files,
+        **task.extra_files,
+    }
     tables = _tables(config.source, names, header=task.tsv_header, hub_config=task.hub_config, gaps=task.has_gaps)
     left_out = Counter[str]()
     read = {
-        split: Split.of(partial(_rows, table, task, may_lack_labels=split == "test", left_out=left_out))
+        split: Split.of(partial(checked_rows, table, task, may_lack_labels=split == "test", left_out=left_out))
         for split, table in tables.items()
     }
     found = {split: rows for split, rows in read.items() if rows}
@@ -245,9 +295,6 @@ def _hold_out(rows: Split, task: Task, share: float, *, seed: int) -> tuple[Spli
     return rows.part(~is_held_N), rows.part(is_held_N)
 
 
-Table = tuple[str, Callable[[], Records]]  # what it is called in messages, and what reads its rows
-
-
 def _tables(
     source: str,
     names: Mapping[str, Names],
@@ -259,7 +306,8 @@ def _tables(
 ) -> dict[str, Table]:
     """The table of each split of a hub data set, a folder, or one file (`train`); `names` are what each may be called.
 
-    Nothing is read yet. Raises DataError if there is no `train`, or more than one table for a split.
+    Nothing is read yet. Warns of tables that are of none, unless `only` one column is wanted. Raises DataError if there
+    is no `train`, or more than one table for a split.
     """
     kind, _, name = source.partition(":")
     path = Path(source)
@@ -274,9 +322,9 @@ def _tables(
     elif path.is_file():
         return {"train": (str(path), partial(records, path, header=header, only=only, gaps=gaps))}
     else:
-        files = sorted(file for file in path.iterdir() if file.suffix in SUFFIXES)
+        files = sorted(file for file in path.iterdir() if kind_of(file) in SUFFIXES)
         read = partial(records, header=header, only=only, gaps=gaps)
-        there = [(file.stem, file.name, (str(file), partial(read, file))) for file in files]
+        there = [(file.stem.lower(), file.name, (str(file), partial(read, file))) for file in files]
         remedy = f"put train{' or train'.join(SUFFIXES)} there"
     found = {}
     for split, known in names.items():
@@ -287,124 +335,10 @@ def _tables(
             found[split] = tables[0][1]
     if "train" not in found:
         raise DataError(f"{source} holds no training rows; {remedy}")
+    unused = [called for _, called, table in there if table not in found.values()]
+    if unused and only is None:
+        may_be = ", ".join(chain(*names.values()))
+        log.warning(
+            "%s: not used, because no split is called so: %s; splits are called %s", source, ", ".join(unused), may_be
+        )
     return found
-
-
-def _rows(
-    table: Table, task: Task, chosen: Iterable[bool], *, may_lack_labels: bool, left_out: Counter[str]
-) -> Iterator[Row]:
-    """Checked rows of a table, those that are `chosen`. One whose labels are withheld gives none, if it may lack them.
-
-    Of a task with gaps, rows that have one do not count as rows, but in `left_out`, by the table.
-    """
-    title, read = table
-    rows = read()
-    first = next(rows, None)
-    if first is None:
-        columns = " and ".join(map(_either, [*task.columns, task.label_columns]))
-        raise DataError(f"{title} is empty; it needs rows with columns {columns}")
-    # Withheld are the labels of all rows or of none: one that is missing later, or is not, is a mistake.
-    if may_lack_labels and _is_withheld(first[1], task):
-        for where, fields in rows:
-            if not _is_withheld(fields, task):
-                raise DataError(
-                    f"{first[0]}: the row has no label, and {where} has one; give every row a label, or none"
-                )
-        log.info("%s: its labels are withheld, so it is not used", title)
-        return
-    is_chosen, classes = iter(chosen), _classes(task)
-    for where, fields in chain([first], rows):
-        if task.has_gaps and _has_gap(fields, task):
-            left_out[title] += 1
-            continue
-        if not next(is_chosen, False):
-            continue
-        texts = tuple(_text(fields, names, where) for names in task.columns)
-        raw = fields[_column(fields, task.label_columns, where)]
-        yield texts, _score(raw, task, where) if task.is_regression else _label(raw, classes, task, where)
-
-
-def _has_gap(fields: Mapping[str, Any], task: Task) -> bool:
-    """Whether a column of the task has nothing in a row; one that the file lacks altogether is a mistake instead."""
-    cells = [fields[name] for names in (*task.columns, task.label_columns) for name in names if name in fields]
-    return any(cell is None or (isinstance(cell, str) and not cell.strip()) for cell in cells)
-
-
-def _is_withheld(fields: Mapping[str, Any], task: Task) -> bool:
-    given = [fields[name] for name in task.label_columns if fields.get(name) not in (None, "")]
-    minus_one_is_an_answer = task.score_range is None if task.is_regression else task.label_index("-1") is not None
-    return not given or (_written(given[0]) == "-1" and not minus_one_is_an_answer)
-
-
-def _either(names: Names) -> str:
-    return " or ".join(map(repr, names))
-
-
-def _column(fields: Mapping[str, Any], names: Names, where: str) -> str:
-    """The one of `names` that a row has. Raises DataError if it has none, two, or nothing in it."""
-    here = [name for name in names if name in fields]
-    if len(here) > 1:
-        raise DataError(f"{where}: column {here[0]!r} and column {here[1]!r} stand for the same; drop one")
-    if not here or fields[here[0]] is None:
-        found = "it is empty" if here else f"found {', '.join(map(repr, fields))}"
-        raise DataError(f"{where}: no column {_either(names)}; {found}")
-    return here[0]
-
-
-def _text(fields: Mapping[str, Any], names: Names, where: str) -> str:
-    column = _column(fields, names, where)
-    text = fields[column]
-    if not isinstance(text, str):
-        raise DataError(f"{where}: column {column!r} holds {type(text).__name__} {text!r}; it must be text")
-    return checked_text(text, f"{where}, column {column!r}")
-
-
-def _written(label: Any) -> str:
-    """A label as text: Parquet and JSON have numbers and true and false as well."""
-    if isinstance(label, bool):
-        return str(label).lower()
-    # A table whose label column once had gaps holds whole numbers as floats.
-    return str(int(label) if isinstance(label, float) and label.is_integer() else label).strip()
-
-
-def _classes(task: Task) -> dict[str, int]:
-    """What `Task.label_index` finds, for a million rows."""
-    return {text.casefold(): index for known in (task.codes, task.labels) for index, text in enumerate(known)}
-
-
-def _label(raw: Any, classes: Mapping[str, int], task: Task, where: str) -> int:
-    index = classes.get(_written(raw).casefold())
-    if index is None:
-        known = list(task.labels)
-        if task.codes:
-            known = [f"{name} or {code}" for name, code in zip(task.labels, task.codes, strict=True)]
-        more = f" and {len(known) - LABELS_SHOWN} more" if len(known) > LABELS_SHOWN else ""
-        shown = ", ".join(known[:LABELS_SHOWN])
-        raise DataError(f"{where}: label {raw!r} is unknown; labels of {task.name} are {shown}{more}")
-    return index
-
-
-def _score(raw: Any, task: Task, where: str) -> float:
-    try:
-        score = float(raw)
-    except (TypeError, ValueError, OverflowError):
-        score = math.nan
-    if isinstance(raw, bool) or not abs(score) <= LARGEST_SCORE:
-        raise DataError(f"{where}: score {raw!r} is no finite number; correct it or drop the row")
-    low, high = task.score_range or (score, score)
-    if not low <= score <= high:
-        raise DataError(f"{where}: score {score:g} is outside the task's range of {low:g} to {high:g}")
-    return score
-
-
-def checked_text(text: str, where: str) -> str:
-    """`text` itself. Raises DataError if no classifier can use it: empty, huge, or control characters."""
-    if not text.strip():
-        raise DataError(f"{where}: the text is empty; give it a text or drop the row")
-    size = len(text.encode("utf-8"))
-    if size > MAX_TEXT_BYTES:
-        raise DataError(f"{where}: the text has {size} bytes; the limit is {MAX_TEXT_BYTES}; cut it or drop the row")
-    control = CONTROL.search(text)
-    if control is not None:
-        raise DataError(f"{where}: the text holds control character {control.group()!r}; remove it or drop the row")
-    return text

@@ -22,16 +22,25 @@ from transformers import BertForSequenceClassification
 
 from compressor import artifact
 from compressor.artifact import CHECKPOINT, Artifact
-from compressor.checkpoints import SIZES, Projections, general_student, load_classifier, load_tokenizer
+from compressor.checkpoints import (
+    Projections,
+    general_student,
+    load_classifier,
+    load_tokenizer,
+    save_projections,
+    saved_projections,
+    to_width,
+)
 from compressor.config import DistillConfig, Precision, StudentConfig
 from compressor.dataset import ENCODED, Encoded, Rows, encode
 from compressor.encoding import ROWS_PER_CHUNK
 from compressor.errors import ModelError
 from compressor.evaluate import TorchPredictor, measure, measure_splits, predict, scores
-from compressor.models import copied_student, layer_map, random_student, rescale, score_scale, student_shape
-from compressor.objectives import Intermediate, Prediction, refuse_unlike
+from compressor.models import rescale, score_scale, student_shape
+from compressor.objectives import Intermediate, Prediction
 from compressor.progress import Progress
-from compressor.projection import projected_student
+from compressor.projection import begun_student, in_groups
+from compressor.shapes import Sizes, check_reach, check_same, check_student
 from compressor.sources import model_folder
 from compressor.tasks import Task
 from compressor.training import Tensors, autocast, cast_frozen, fit, rows_seen
@@ -39,6 +48,7 @@ from compressor.world import World, launch
 
 PROJECTION_ROWS = 2_000  # texts that show the subspace of the teacher's states, at most
 PROJECTION_TOKENS = 128_000  # of these texts, at most: the states of them all are held at once
+PROJECTION_BATCH = 64  # texts at once
 TEACHER_BATCH = 128
 VALIDATIONS_PER_EPOCH = 4  # of the prediction stage: on augmented rows an epoch is long
 UNIFORM = 0.95  # share of the largest possible entropy above which a teacher knows nothing of its classes
@@ -120,9 +130,8 @@ def _work(world: World, job: _Job) -> None:
     torch.manual_seed(job.seed)  # a general student's head, projections that start from nothing
     tokenizer = load_tokenizer(job.teacher.path)
     teacher = load_classifier(job.teacher.path, task).eval().requires_grad_(False)
-    layers = layer_map(job.student.layers, teacher.config.num_hidden_layers, job.student.layer_map)
-    if config.objective == "intermediate":
-        refuse_unlike(config, student_shape(job.student, teacher.config), teacher.config)
+    imitation, init = config if config.objective == "intermediate" else None, None if job.start else job.student.init
+    layers = check_student(job.student, Sizes.of(teacher.config), imitation, init=init)
     begun = None if job.start is None else earlier_student(job.start, job, teacher, tokenizer)
 
     def encoded(examples: Artifact, split: str) -> Encoded:
@@ -139,7 +148,7 @@ def _work(world: World, job: _Job) -> None:
     if job.start is None and metrics["head_trained"]:
         logits_NC = predict(TorchPredictor(model.to(world.device)), held_out["validation"], world=world)
         metrics["at_start"] = measure(task, logits_NC, held_out["validation"].label_N)
-    mean, spread = score_scale(task, train.label_N) if config.objective == "prediction" else (0.0, 1.0)
+    mean, spread = score_scale(task, lambda: train.label_N) if config.objective == "prediction" else (0.0, 1.0)
     rescale(teacher, -mean / spread, 1 / spread)
     if metrics["head_trained"]:  # a fresh one is of this scale
         rescale(model, -mean / spread, 1 / spread)
@@ -175,24 +184,29 @@ def _work(world: World, job: _Job) -> None:
     metrics |= measure_splits(TorchPredictor(model), task, held_out, job.out, world)
     if world.is_leader:
         model.save_pretrained(job.out)
+        if isinstance(module, Intermediate):
+            projections = module.trained_projections()
+        if projections is not None:  # also those that a stage of prediction had no use for
+            save_projections(projections, job.out)
         tokenizer.save_pretrained(job.out)
         artifact.write_result(job.out, metrics)
 
 
 def earlier_student(start: Artifact, job: _Job, teacher: BertForSequenceClassification, tokenizer: Any) -> Begun:
-    """The student of an earlier stage. Raises ModelError if its shape or vocabulary is not what is needed."""
+    """The student of an earlier stage, with its projections.
+
+    Raises ModelError if its shape or vocabulary is not what is needed.
+    """
     folder, shape = start.path, student_shape(job.student, teacher.config)
     model = load_classifier(folder, job.task)
-    for name in SIZES:
-        mine, theirs = getattr(shape, name), getattr(model.config, name)
-        if mine != theirs:
-            raise ModelError(f"the student {folder} has {name} {theirs}; the recipe's [student] asks for {mine}")
+    check_same(Sizes.of(shape), Sizes.of(model.config), f"the student {folder}")
     if load_tokenizer(folder).get_vocab() != tokenizer.get_vocab():
         raise ModelError(
             f"the student {folder} has another vocabulary than the teacher; their token ids would not mean the same; "
             "give the teacher that it was made with"
         )
-    return model, None, {"head_trained": start.metrics.get("head_trained", False)}
+    projections = to_width(saved_projections(folder), teacher.config.hidden_size, f"the student {folder}")
+    return model, projections, {"head_trained": start.metrics.get("head_trained", False)}
 
 
 def new_student(
@@ -202,33 +216,17 @@ def new_student(
 
     `layers` are the teacher's (from 0) that it learns from; `original` are training rows that nothing was added to.
     """
-    shape = student_shape(job.student, teacher.config)
-    match job.student.init:
-        case "random":
-            return random_student(shape, job.seed), None, {"head_trained": False}
-        case "teacher-layers":
-            student = copied_student(shape, teacher, layers)
-            return student, _from_basis(torch.eye(shape.hidden_size)), {"head_trained": True}
-        case "project":
-            rows = _projection_rows(original, job.seed)
-            groups = [rows[first : first + 64] for first in range(0, len(rows), 64)]
-            batches = [Tensors.of(original.batch(group), teacher.device) for group in groups]
-            sample = [(batch.input_ids_BS, batch.segment_BS, batch.mask_BS) for batch in batches]
-            student, basis_Dd = projected_student(shape, teacher, sample, job.seed, kept=layers)
-            return student, _from_basis(basis_Dd), {"head_trained": True}
-        case source:
-            folder = job.general.path if job.general is not None else model_folder(source, what="student.init")
-            student, projections, report = general_student(folder, shape, tokenizer.get_vocab(), job.task)
-            facts = {"head_trained": False, "start": report.as_dict()}
-            if projections is not None and len(projections[0][1]) != teacher.config.hidden_size:
-                log.warning(
-                    "student.init %s has projections to a width of %d; the teacher's is %d, so new ones are learnt",
-                    folder,
-                    len(projections[0][1]),
-                    teacher.config.hidden_size,
-                )
-                projections = None
-            return student, projections, facts | {"projections_used": projections is not None}
+    shape, init = student_shape(job.student, teacher.config), job.student.init
+    if init in ("project", "teacher-layers", "random"):
+        groups = in_groups(_projection_rows(original, job.seed), PROJECTION_BATCH)
+        student, projections = begun_student(init, shape, teacher, layers, original, groups, job.seed)
+        return student, projections, {"head_trained": init != "random"}
+    folder = job.general.path if job.general is not None else model_folder(init, what="student.init")
+    student, projections, report = general_student(folder, shape, tokenizer.get_vocab(), job.task)
+    check_reach(Sizes.of(student.config), max_tokens=job.max_tokens, is_pair=job.task.is_pair, folder=folder)
+    projections = to_width(projections, teacher.config.hidden_size, f"student.init {folder}")
+    facts = {"head_trained": False, "start": report.as_dict(), "projections_used": projections is not None}
+    return student, projections, facts
 
 
 def _projection_rows(original: Encoded, seed: int) -> Rows:
@@ -244,10 +242,6 @@ def _logits_file(job: _Job, row_S: Rows | None, world: World) -> Path:
     if row_S is not None:
         asked += f" {hashlib.sha256(row_S.tobytes()).hexdigest()}"
     return job.cache / f"{hashlib.sha256(asked.encode()).hexdigest()[:24]}.logits.npy"
-
-
-def _from_basis(basis_Dd: torch.Tensor) -> Projections:
-    return [(basis_Dd, torch.zeros(len(basis_Dd)))]
 
 
 def teacher_logits(

@@ -16,7 +16,8 @@ from compressor.config import FinetuneConfig
 from compressor.dataset import ENCODED, encode
 from compressor.errors import ModelError
 from compressor.evaluate import METRIC_NAMES, TorchPredictor, blind_score, measure_splits, predict, scores
-from compressor.models import check_reach, rescale, score_scale
+from compressor.models import rescale, score_scale
+from compressor.shapes import Sizes, check_reach
 from compressor.sources import model_folder
 from compressor.tasks import Task
 from compressor.training import Tensors, fit
@@ -67,7 +68,7 @@ def _work(
     torch.manual_seed(seed)  # the new head
     model, loaded = adopt_classifier(folder, task) if config.teacher else load_encoder(folder, task)
     check_vocabulary(model, tokenizer, folder)
-    check_reach(model.config, max_tokens=max_tokens, is_pair=task.is_pair, folder=folder)
+    check_reach(Sizes.of(model.config), max_tokens=max_tokens, is_pair=task.is_pair, folder=folder)
     splits = ("train", *task.held_out)
     encoded = {name: encode(examples, name, tokenizer, max_tokens, cache=cache, world=world) for name in splits}
     metrics: dict[str, Any] = {"source": source, "parameters": model.num_parameters(), "loaded": loaded.as_dict()}
@@ -78,7 +79,7 @@ def _work(
         return scores(task, logits_NC, encoded["validation"].label_N)[task.metric]
 
     if config.teacher is None:
-        mean, spread = score_scale(task, encoded["train"].label_N)
+        mean, spread = score_scale(task, lambda: encoded["train"].label_N)
         module = Supervised(model, task, mean, spread)
         history = fit(
             module, encoded["train"], config, world=world, seed=seed, folder=out / CHECKPOINT, validate=validate
@@ -120,14 +121,19 @@ def _refuse_chance(metrics: dict[str, Any], source: str, task: Task) -> None:
     if low <= metrics["blind"]:
         found = metrics["validation"]
         name, score = METRIC_NAMES[found["metric"]], 100 * found["score"]
-        remedy = (
-            "a BERT seldom does better on WNLI, which repeats its texts with the other label (TinyBERT leaves it out); "
-            "give a checkpoint that does as finetune.teacher"
-            if task.name == "wnli"
-            else "train it longer, give it more rows, or check the checkpoint's label names and the labels of the data"
-        )
+        remedy = task.imbalance_remedy(metrics["blind"])
+        why = f"such a metric hardly shows what was learnt; {remedy}" if remedy else "a student would learn noise"
+        if task.name == "wnli":
+            why += (
+                "; a BERT seldom does better on WNLI, which repeats its texts with the other label (TinyBERT leaves it "
+                "out); give a checkpoint that does as finetune.teacher"
+            )
+        elif not remedy:
+            why += (
+                "; train it longer, give it more rows, or check the checkpoint's label names and the labels of the data"
+            )
         raise ModelError(
             f"the teacher from {source} has {name} {score:.1f} (95 % interval from {100 * low:.1f}) on the "
-            f"{found['rows']} validation rows, and the same answer to every text has {100 * metrics['blind']:.1f}; a "
-            f"student would learn noise; {remedy}"
+            f"{found['rows']} validation rows, and the same answer to every text has {100 * metrics['blind']:.1f}; "
+            f"{why}"
         )

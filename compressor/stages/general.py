@@ -10,24 +10,16 @@ from typing import Any
 
 import numpy as np
 import torch
-from safetensors.torch import save_file
-from transformers import BertForSequenceClassification
 
 from compressor import artifact
 from compressor.artifact import CHECKPOINT, Artifact
-from compressor.checkpoints import (
-    PROJECTIONS_FILE,
-    Projections,
-    check_vocabulary,
-    load_plain_encoder,
-    load_tokenizer,
-)
+from compressor.checkpoints import check_vocabulary, load_plain_encoder, load_tokenizer, save_projections
 from compressor.config import GeneralConfig, Precision, StudentConfig
 from compressor.dataset import ENCODED, Encoded
-from compressor.errors import ModelError
-from compressor.models import copied_student, layer_map, random_student, student_shape
-from compressor.objectives import Intermediate, refuse_unlike
-from compressor.projection import projected_student
+from compressor.models import student_shape
+from compressor.objectives import Intermediate
+from compressor.projection import begun_student, in_groups
+from compressor.shapes import Sizes, check_blocks, check_student
 from compressor.sources import model_folder
 from compressor.texts import packed, provenance
 from compressor.training import Tensors, autocast, cast_frozen, fit
@@ -72,18 +64,17 @@ def _work(
     teacher, report = load_plain_encoder(folder)
     check_vocabulary(teacher, tokenizer, folder)
     teacher.eval().requires_grad_(False)
-    layers = layer_map(student.layers, teacher.config.num_hidden_layers, student.layer_map)
-    refuse_unlike(config, student_shape(student, teacher.config), teacher.config)
-    if config.block_tokens > teacher.config.max_position_embeddings:
-        raise ModelError(
-            f"general.block_tokens is {config.block_tokens} and the teacher {folder} reads at most "
-            f"{teacher.config.max_position_embeddings} tokens; make the blocks shorter"
-        )
+    layers = check_student(student, Sizes.of(teacher.config), config, init=config.init)
+    check_blocks(config.block_tokens, Sizes.of(teacher.config), folder)
     blocks = packed(
         config.source, config.column, tokenizer, config.block_tokens, what="general.source", cache=cache, world=world
     )
     # One process makes it: another machine might come to another basis.
-    begun = _new_student(config, student, teacher, layers, blocks.train, seed) if world.is_leader else None
+    begun = None
+    if world.is_leader:
+        shape, rows = student_shape(student, teacher.config), np.random.default_rng(seed).permutation(len(blocks.train))
+        groups = in_groups(rows[:PROJECTION_BLOCKS], BLOCKS_AT_ONCE)
+        begun = begun_student(config.init, shape, teacher, layers, blocks.train, groups, seed)
     model, projections = world.broadcast(begun)
     cast_frozen(teacher.to(world.device), world, config.precision)
     module = Intermediate(model, teacher, layers, config, projections).to(world.device)
@@ -97,32 +88,8 @@ def _work(
     if world.is_leader:
         model.bert.save_pretrained(out)
         tokenizer.save_pretrained(out)
-        save_file(module.projections.state_dict(prefix="projections."), out / PROJECTIONS_FILE)
+        save_projections(module.trained_projections(), out)
         artifact.write_result(out, metrics)
-
-
-def _new_student(
-    config: GeneralConfig,
-    student: StudentConfig,
-    teacher: BertForSequenceClassification,
-    layers: tuple[int, ...],
-    blocks: Encoded,
-    seed: int,
-) -> tuple[BertForSequenceClassification, Projections | None]:
-    """A student before any training, and what its projections to the teacher's width start from."""
-    shape = student_shape(student, teacher.config)
-    match config.init:
-        case "random":
-            return random_student(shape, seed), None
-        case "teacher-layers":
-            model, basis_Dd = copied_student(shape, teacher, layers), torch.eye(shape.hidden_size)
-        case "project":
-            rows = np.random.default_rng(seed).permutation(len(blocks))[:PROJECTION_BLOCKS]
-            groups = [rows[first : first + BLOCKS_AT_ONCE] for first in range(0, len(rows), BLOCKS_AT_ONCE)]
-            batches = [Tensors.of(blocks.batch(group), teacher.device) for group in groups]
-            sample = [(batch.input_ids_BS, batch.segment_BS, batch.mask_BS) for batch in batches]
-            model, basis_Dd = projected_student(shape, teacher, sample, seed, kept=layers)
-    return model, [(basis_Dd, torch.zeros(len(basis_Dd)))]
 
 
 @torch.no_grad()

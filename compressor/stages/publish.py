@@ -67,6 +67,11 @@ def publish(
     parents = {"int8": int8, "onnx": onnx_models, "corpus": corpus}
     with artifact.write(out, "publication", key=key, section=config.model_dump(), parents=parents) as draft:
         exported = {name: onnx_models.path / name for name in ("student", "teacher")}
+        if config.runtime == "embedded" and (exported["student"] / FP16_FILE).is_file():
+            log.warning(
+                'publish: there are fp16 graphs for GPUs, and publish.runtime "embedded" serves on CPUs alone; set it '
+                'to "onnxruntime", or take "gpu" out of export.targets'
+            )
         student = served(int8.path, exported["student"], warmup)
         teacher = None
         if config.teacher or config.cascade:

@@ -281,6 +281,16 @@ def test_a_library_s_reading_error_is_not_called_a_full_disk(out):
         raise OSError("config.json is not JSON")
 
 
+def test_a_missing_file_is_not_called_a_full_disk(out, tmp_path):
+    missing = tmp_path / "mismatched.arrow"
+    sentence = re.escape(f"{out} was not made: there is no {missing}; run the stage that writes it again")
+    with (
+        pytest.raises(ArtifactError, match=rf"^{sentence}$"),
+        artifact.write(out, "thing", key="k1", section={}, parents={}),
+    ):
+        missing.read_bytes()
+
+
 @pytest.mark.parametrize("error", [ConnectionRefusedError, TimeoutError, ChildProcessError])
 def test_errors_of_networks_and_processes_pass(error, out):
     with pytest.raises(error), artifact.write(out, "thing", key="k1", section={}, parents={}):

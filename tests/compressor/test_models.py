@@ -11,7 +11,7 @@ from torch.testing import assert_close
 
 from compressor.errors import ModelError
 from compressor.losses import attention_scores
-from compressor.models import Observed, copied_student, layer_map, random_student, student_shape
+from compressor.models import Observed, copied_student, random_student, student_shape
 from tests import tiny
 
 IDS = torch.tensor([[2, 5, 17, 3], [2, 11, 3, 0]])
@@ -99,41 +99,6 @@ def test_pooler_head_and_deeper_layers_are_no_part_of_what_is_observed() -> None
 def test_a_bare_encoder_can_be_observed() -> None:
     model = tiny.lively(tiny.bert())
     assert torch.equal(Observed(model.bert, [])(IDS, MASK).hidden[-1], Observed(model, [])(IDS, MASK).hidden[-1])
-
-
-@pytest.mark.parametrize(
-    ("student", "teacher", "layers"),
-    [(4, 12, (2, 5, 8, 11)), (6, 12, (1, 3, 5, 7, 9, 11)), (4, 6, (1, 2, 4, 5)), (1, 6, (5,)), (3, 3, (0, 1, 2))],
-)
-def test_layer_map_takes_the_last_layer_of_equal_parts(student: int, teacher: int, layers: tuple[int, ...]) -> None:
-    assert layer_map(student, teacher) == layers
-
-
-@pytest.mark.parametrize("teacher", range(1, 25))
-def test_layer_map_is_rising_and_ends_at_the_last_layer(teacher: int) -> None:
-    for student in range(1, teacher + 1):
-        found = layer_map(student, teacher)
-        assert len(set(found)) == student
-        assert list(found) == sorted(found)
-        assert found[-1] == teacher - 1
-
-
-def test_layer_map_counts_from_1_where_it_is_given() -> None:
-    assert layer_map(3, 12, (1, 6, 12)) == (0, 5, 11)
-
-
-@pytest.mark.parametrize(
-    ("layers", "given", "sentence"),
-    [
-        (7, None, r"student.layers is 7 and the teacher has 6 layers; 1 to 6 are possible"),
-        (7, (1, 2, 3, 4, 5, 6, 7), r"student.layers is 7 and the teacher has 6 layers; 1 to 6 are possible"),
-        (3, (2, 7, 12), r"layer_map names \[7, 12\] and the teacher has 6 layers; 1 to 6 are possible"),
-        (3, (2, 6), r"layer_map is \[2, 6\] and the student has 3 layers; give one entry for each"),
-    ],
-)
-def test_impossible_layer_maps_are_refused(layers: int, given: tuple[int, ...] | None, sentence: str) -> None:
-    with pytest.raises(ModelError, match=sentence):
-        layer_map(layers, 6, given)
 
 
 def test_student_shape_keeps_vocabulary_and_labels_and_drops_dropout() -> None:

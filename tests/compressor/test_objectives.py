@@ -36,7 +36,8 @@ def batch(*, size: int = 8) -> Tensors:
 
 
 def imitation(**changes: Any) -> Imitation:
-    return Imitation(**({"epochs": 1.0, "learning_rate": 1e-3, "relation_heads": 4} | changes))
+    heads = {"relation_heads": 4} if changes.get("attention") == "relations" else {}
+    return Imitation(**({"epochs": 1.0, "learning_rate": 1e-3} | heads | changes))
 
 
 def prediction(**changes: Any) -> DistillConfig:

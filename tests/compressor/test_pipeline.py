@@ -22,6 +22,7 @@ from compressor.errors import ArtifactError, SourceError
 from compressor.pipeline import finished, open_run, plan
 from compressor.recipe import load_recipe
 from compressor.steps import Where, steps
+from compressor.tasks import TASKS, Task
 from tests import tiny
 from tests.conftest import Line
 
@@ -93,6 +94,24 @@ def test_steps_are_the_line_in_order(line: Line) -> None:
     assert [step.name for step in found] == STEPS
     for place, step in enumerate(found):
         assert set(step.parents.values()) <= set(STEPS[:place])
+
+
+LATER = ("finetune", "distill", "export", "quantize", "publish")
+
+
+def test_later_stages_work_on_the_splits_that_the_corpus_found(
+    line: Line, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    task = TASKS["mnli"]
+    config = config_of(line, "task.name=mnli")
+    matched = tiny.examples(tmp_path / "corpus", task=task.model_copy(update={"extra_files": {}}))
+    assert "mismatched" in task.held_out
+    for stage in LATER:
+        monkeypatch.setattr(f"compressor.stages.{stage}.{stage}", lambda *given, **more: given)
+    for step in steps(config, Where(repository=tmp_path)):
+        if step.stage in LATER:
+            given: Any = step.make(dict.fromkeys([*step.parents, "corpus"], matched), "key", tmp_path / "out")
+            assert next(item for item in given if isinstance(item, Task)).held_out == ("validation", "test")
 
 
 def test_students_learn_from_the_augmented_rows(line: Line) -> None:

@@ -33,7 +33,7 @@ SECTIONS = {
 def test_every_section_is_there() -> None:
     assert set(WRITTEN) == set(SECTIONS)
     assert [name for name in BuildConfig.model_fields if name not in SECTIONS] == ["seed"]
-    assert f"`seed` (whole number, {BuildConfig.model_fields['seed'].default})" in TEXT
+    assert f"`seed` (0 to {2**32 - 1}, {BuildConfig.model_fields['seed'].default})" in TEXT
 
 
 @pytest.mark.parametrize("name", SECTIONS)

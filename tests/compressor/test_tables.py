@@ -46,6 +46,29 @@ def test_columns_without_a_name_may_be_many(tmp_path):
     assert fields_of(tmp_path / "x.csv")[0]["a"] == "1"
 
 
+@pytest.mark.parametrize(
+    ("name", "text"), [("x.csv", "text;label\na, b;c\n"), ("x.tsv", "text,label\na\tb\n"), ("x.csv", "a\tb\n1,2\n")]
+)
+def test_a_table_with_other_separators_is_named(name, text, tmp_path):
+    (tmp_path / name).write_text(text, encoding="utf-8")
+    sentence = r"line 2: 2 columns; a row needs 1; .*; columns of a .csv file are separated by commas, and of a .tsv fi"
+    with pytest.raises(DataError, match=sentence):
+        fields_of(tmp_path / name)
+
+
+def test_one_column_may_have_any_name(tmp_path):
+    (tmp_path / "x.csv").write_text("text;label\na;b\n", encoding="utf-8")
+    assert fields_of(tmp_path / "x.csv") == [{"text;label": "a;b"}]
+
+
+@pytest.mark.parametrize("ending", ["csv", "tsv", "jsonl", "parquet"])
+def test_an_ending_may_have_capitals(ending, tmp_path):
+    write(tmp_path / f"x.{ending.upper()}", [{"a": "b"}])
+    write(tmp_path / f"y.{ending}", [{"a": "b"}])
+    assert fields_of(tmp_path / f"x.{ending.upper()}") == [{"a": "b"}]
+    assert (tmp_path / f"x.{ending.upper()}").read_bytes() == (tmp_path / f"y.{ending}").read_bytes()
+
+
 def test_rows_are_read_as_they_are_asked_for(tmp_path):
     (tmp_path / "x.tsv").write_text("a\tb\n1\t2\nbroken\n", encoding="utf-8")
     assert list(islice(records(tmp_path / "x.tsv"), 1)) == [(f"{tmp_path / 'x.tsv'}, line 2", {"a": "1", "b": "2"})]

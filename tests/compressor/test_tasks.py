@@ -57,6 +57,27 @@ def test_labels_of_the_user_s_own_are_compared_in_any_case():
     assert [task.label_index(label) for label in ("STRASSE", " école ", "0")] == [0, 1, None]
 
 
+def test_a_label_goes_before_a_code_that_is_written_alike():
+    task = SST2.model_copy(update={"labels": ("1", "0"), "codes": ("0", "1")})
+    assert task.classes == {"0": 1, "1": 0}
+    assert [task.label_index(label) for label in ("0", "1")] == [1, 0]
+
+
+def test_a_task_that_one_answer_solves_has_a_remedy_if_it_is_the_user_s_own():
+    own = Task(name="own", columns=(("a",),), label_columns=("b",), labels=("x", "y"), metrics=("f1",), max_tokens=64)
+    remedies = {
+        metric: own.model_copy(update={"metrics": (metric,)}).imbalance_remedy(0.8)
+        for metric in ("accuracy", "f1", "matthews")
+    }
+    assert remedies == {
+        "accuracy": 'set task.metric = "matthews"',
+        "f1": 'set task.metric = "matthews", or list task.labels with the one that is looked for as the second',
+        "matthews": None,
+    }
+    assert own.imbalance_remedy(0.79) is None
+    assert SST2.imbalance_remedy(0.9) is None  # its metric cannot be set
+
+
 def test_splits_that_are_not_trained_on_are_known():
     assert SST2.held_out == ("validation", "test")
     assert TASKS["mnli"].held_out == ("validation", "test", "mismatched")

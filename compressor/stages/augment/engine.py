@@ -16,6 +16,7 @@ from compressor.stages.augment.workers import Workers
 # What is worked on together, and is in memory with its copies, ends at one of these.
 ROWS_AT_ONCE = 1000
 CHARACTERS_AT_ONCE = 250_000
+SHOWN = 40  # characters of a text in a message
 Row = TypeVar("Row")
 
 
@@ -56,8 +57,10 @@ def augment(
     language model uses it. Rows are read and given as they come, some thousands at a time, fewer if they are long.
 
     Raises ConfigError if a setting is wrong, or is about labels or the judging of copies, which there is none of here,
-    SourceError or ModelError if vectors or model cannot be had.
+    or if `rows` is one text; SourceError or ModelError if vectors or model cannot be had.
     """
+    if isinstance(rows, str):
+        raise ConfigError(f"rows is the text {rows[:SHOWN]!r}; give a list of texts: augment([text], ...)")
     config = augment_config(**settings)
     if config.regression:
         raise ConfigError("augment.regression is true; augment() sees no labels, and copies none; drop the key")

@@ -25,7 +25,8 @@ from compressor.statistics import bootstrap, wilson
 from compressor.tasks import Task
 from compressor.world import World, resolve_device
 
-COUNTS_FILE = "copies.arrow"  # beside train.arrow, row by row: how many words the masked LM and the vectors replaced
+# Beside train.arrow, row by row: how many words the masked LM and the vectors replaced; 0 of an original.
+COUNTS_FILE = "copies.arrow"
 EXAMPLES_FILE = "examples.json"
 JUDGED_COPIES = 2000  # where not every copy is judged
 PERPLEXITY_COPIES = 200

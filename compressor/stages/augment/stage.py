@@ -14,14 +14,12 @@ from compressor.errors import ConfigError
 from compressor.progress import Progress
 from compressor.sources import check, model_folder
 from compressor.stages.augment.blocks import Blocks, Numbers, counted, join, write_answers, write_rows
-from compressor.stages.augment.quality import Teacher, judge
+from compressor.stages.augment.quality import COUNTS_FILE, Teacher, judge
 from compressor.stages.augment.words import load_stop_words
 from compressor.stages.augment.workers import Workers
 from compressor.world import World
 
 TRAIN = "train.arrow"
-COPIES = "copies.arrow"
-"""For each row of train.arrow how many words were replaced: columns by_masked_lm and by_vectors; an original has 0."""
 
 
 def augment_examples(
@@ -90,10 +88,10 @@ def augment_examples(
 
 
 def make_rows(config: AugmentConfig, blocks: Blocks, draft: Draft, *, processes: int, device: str) -> None:
-    """Write TRAIN and COPIES, and what was counted, into the draft. All processes leave when the files are whole."""
+    """Write TRAIN, COUNTS_FILE and what was counted into the draft. All processes leave when the files are whole."""
     make_blocks(config, blocks, draft.world, processes=processes, device=device)
     if draft.world is None or draft.world.is_leader:
-        join(blocks, draft.path / TRAIN, draft.path / COPIES)
+        join(blocks, draft.path / TRAIN, draft.path / COUNTS_FILE)
         facts = counted(blocks)
         draft.peak_memory_gb = facts["peak_memory_gb"]
         draft.metrics.update(metrics_of(facts, blocks.rows, config.copies))

@@ -18,24 +18,24 @@ WORD = re.compile(r"[^\W\d_]+(?:['’\-][^\W\d_]+)*")
 LETTERS = re.compile(r"[^\W\d_]{2,}")
 # Words whose replacement changes the grammar or the meaning rather than the wording. Negations are here on purpose:
 # replacing one would turn the label around; so are the stems of split ones ("wo n't"), forms without apostrophe, and
-# numbers.
+# numbers, and words that say that something is not so ("barely funny", "lacks wit", "fails to move").
 _ENGLISH = """
-a about above after again against ai ain all also although am among an and any anybody anyone anything
-are aren arent around as at be because been before being below between billion both but by ca can can't cannot
-cant could couldn couldn't couldnt did didn didn't didnt do does doesn doesn't doesnt doing don don't dont
-down dozen during each eight eighteen eighty either eleven else ever every few fifteen fifth fifty first five
-for forty four fourteen fourth from further had hadn hadn't hadnt half hardly has hasn hasn't hasnt
-have haven haven't havent having he he's her here hers herself him himself his how however hundred i i'd i'll i'm
-i've if in into is isn isn't isnt it it's its itself just lest like may me might mightn mightnt million more most
-much must mustn mustnt my myself n't needn neednt neither never nevertheless nine nineteen ninety no nobody none nor
-not nothing now nowhere of off often on once one only or other ought our ours ourselves out over own per rather s
-same scarcely second seven seventeen seventy sha shall shan shan't shant she she's should shouldn shouldn't
-shouldnt since six sixteen sixty so some somebody someone something such t ten than that that's the their theirs
-them themselves then there there's these they they're third thirteen thirty this those though thousand three
-through thus to too toward towards twelve twenty twice two under unless until up upon us very was wasn
-wasn't wasnt we we're were weren weren't werent what when where whether which while who whom whose why will
-with within without wo won won't wont would wouldn wouldn't wouldnt yet you you're your yours yourself
-yourselves zero aint
+a about above after again against ai ain all also although am among an and any anybody anyone anything are aren arent
+around as at barely be because been before being below between billion both but by ca can can't cannot cant could
+couldn couldn't couldnt daren darent devoid did didn didn't didnt do does doesn doesn't doesnt doing don don't dont
+down dozen during each eight eighteen eighty either eleven else ever every fail failed failing fails few fifteen fifth
+fifty first five for forty four fourteen fourth from further had hadn hadn't hadnt half hardly has hasn hasn't hasnt
+have haven haven't havent having he he's her here hers herself him himself his how however hundred i i'd i'll i'm i've
+if in into is isn isn't isnt it it's its itself just lack lacked lacking lacks lest like may me might mightn mightnt
+million more most much must mustn mustnt my myself n't nah needn neednt neither never nevertheless nine nineteen
+ninety no nobody none noone nope nor not nothing nt now nowhere of off often on once one only or other ought oughtn
+oughtnt our ours ourselves out over own per rarely rather s same scarcely seldom second seven seventeen seventy sha
+shall shan shan't shant she she's should shouldn shouldn't shouldnt since six sixteen sixty so some somebody someone
+something such t ten than that that's the their theirs them themselves then there there's these they they're third
+thirteen thirty this those though thousand three through thus to too toward towards twelve twenty twice two unable
+under unless until up upon us very was wasn wasn't wasnt we we're were weren weren't werent what when where whether
+which while who whom whose why will with within without wo won won't wont would wouldn wouldn't wouldnt yet you you're
+your yours yourself yourselves zero aint
 """
 ENGLISH = frozenset(_ENGLISH.split())
 

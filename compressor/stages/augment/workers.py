@@ -19,7 +19,7 @@ from threadpoolctl import threadpool_limits
 from compressor.config import AugmentConfig
 from compressor.errors import CompressorError, ConfigError
 from compressor.stages.augment.tools import Tools
-from compressor.world import available_cores, resolve_device
+from compressor.world import available_cores, check_device, resolve_device
 
 JOBS_AHEAD = 2  # of each process, so that none waits and results do not pile up
 LOCAL_RANK, LOCAL_SIZE = "LOCAL_RANK", "LOCAL_WORLD_SIZE"  # torchrun's
@@ -32,7 +32,10 @@ class Workers:
     """
 
     def __init__(self, config: AugmentConfig, *, processes: int, device: str) -> None:
-        """Raises ConfigError if there is no such device, or not one GPU for each process."""
+        """Raises ConfigError if there is no such device, not one GPU for each process, or no process."""
+        check_device(device)
+        if processes < 1:
+            raise ConfigError(f"processes is {processes}; it must be at least 1")
         self._config, self._processes = config, processes
         self._here: Tools | None = None
         kind = resolve_device(device) if config.masked_lm else "cpu"

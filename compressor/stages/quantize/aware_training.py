@@ -8,9 +8,10 @@ Shape legend: N rows, B batch, S sequence, C outputs, K input width, N output wi
 from __future__ import annotations
 
 import shutil
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -24,10 +25,12 @@ from compressor.dataset import Encoded
 from compressor.evaluate import MODEL_FILE, Logits, TorchPredictor, predict, scores
 from compressor.objectives import Prediction
 from compressor.onnx_export import write_graph
+from compressor.parity import prove
 from compressor.progress import Progress
 from compressor.stages.quantize.rewriting import SMALLEST_OUTPUT
 from compressor.tasks import Task
 from compressor.training import fit, rows_seen
+from compressor.triton_releases import format_for
 from compressor.world import World
 
 STEPS = 400
@@ -77,9 +80,14 @@ class AwareTraining:
     weight_bits: int
     calibration_rows: int
     seed: int
+    exported: Mapping[str, Any]
+    """What the export said of the student's graph: its exporter, its Triton release, its bound."""
 
     def write(self, exported: Path, folder: Path) -> None:
-        """Copy the folder `exported` to `folder`, with the trained weights in its fp32 graph."""
+        """Copy the folder `exported` to `folder`, with the trained weights in its fp32 graph.
+
+        It is written and proved as the export's was: raises GateError as `parity.prove`.
+        """
         shutil.copytree(exported, folder)
         graph = ClassifierGraph(load_classifier(self.student, self.task))
         graph.embeddings.requires_grad_(False)  # their INT8 has a scale for each row and loses next to nothing
@@ -89,7 +97,10 @@ class AwareTraining:
         set_mode(products, "round")
         self._train(graph, folder / "checkpoint")
         set_mode(products, "plain")
-        write_graph(graph, folder / MODEL_FILE)
+        exporter, form = self.exported["exporter"], format_for(self.exported["triton_release"])
+        write_graph(graph, folder / MODEL_FILE, exporter=exporter, form=form)
+        bound = self.exported["bound"]
+        prove("student trained for INT8", folder / MODEL_FILE, graph, self.task, self.validation, bound)
 
     def run_texts(self, graph: ClassifierGraph) -> None:
         """Some training texts one by one, without padding."""

@@ -33,14 +33,16 @@ class Static:
     """How a range follows from what was seen."""
     smooth: bool = False
     """Move a part of each channel's range into the weights that read it."""
-    trained: bool = False
-    """First distil the student for a short while with rounded products; tried where all others miss the bounds."""
     weights: Weights = "signed"
     """As in Dynamic."""
     per_channel: bool = True
     """As in Dynamic."""
     embeddings: bool = True
     """As in Dynamic."""
+
+    def __post_init__(self) -> None:
+        if self.smooth and self.method != "min-max":
+            raise ValueError(f"smooth is for the method min-max, and method is {self.method}; drop one of them")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,7 +65,7 @@ CANDIDATES: Mapping[Int8Candidate, Candidate] = {
     "static-entropy": Static(method="entropy"),
     "static-smooth": Static(smooth=True),
     "static-per-tensor": Static(per_channel=False),
-    "static-qat": Static(trained=True),
+    "static-qat": Static(),  # of a student that is first trained with its products rounded
     "static-u8": Static(weights="unsigned"),
     "per-row": PerRow(),
     "per-row-u8": PerRow(weights="unsigned"),

@@ -4,58 +4,19 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
+from compressor.bounds import Bounds
 from compressor.errors import GateError
 from compressor.evaluate import METRIC_NAMES
 
 # Timings closer than this are noise; among such candidates the one that says what fp32 says most often wins.
 SAME_SPEED = 1.1
-# For the rounding of shares of rows, not for the gate.
-TOLERANCE = 1e-12
 SIGNIFICANT = 0.05  # a p value below it is more than chance
 
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Bounds:
-    """What a candidate may lose."""
-
-    max_metric_drop: float
-    """Against fp32, in the batch composition where it is largest."""
-    max_label_flips: float
-    """Share of the validation texts whose answer depends on the batch."""
-    min_agreement: float
-    """Share of the validation texts with fp32's answer; a candidate may have less if so few rows cannot show it."""
-
-    def drop_holds(self, row: dict[str, Any]) -> bool:
-        """Whether a line of the table loses little enough."""
-        return bool(row["drop"] <= self.max_metric_drop + TOLERANCE)
-
-    def flips_hold(self, row: dict[str, Any]) -> bool:
-        """Whether its answers depend little enough on the batch."""
-        return bool(row["flips"] <= self.max_label_flips + TOLERANCE)
-
-    def agreement_holds(self, row: dict[str, Any]) -> bool:
-        """Whether it says what fp32 says: the interval of the agreement reaches the bound.
-
-        A regression has none: its metric moves with every answer already.
-        """
-        return bool(row.get("agreement_fp32_95", [1.0, 1.0])[1] >= self.min_agreement)
-
-    def hold(self, row: dict[str, Any]) -> bool:
-        """All three."""
-        return self.drop_holds(row) and self.flips_hold(row) and self.agreement_holds(row)
-
-    def excess(self, row: dict[str, Any]) -> float:
-        """How far a line is outside, in metric, flips and agreement together."""
-        disagrees = 0.0 if self.agreement_holds(row) else self.min_agreement - row["agreement_fp32"]
-        over = (row["drop"] - self.max_metric_drop, row["flips"] - self.max_label_flips, disagrees)
-        return float(sum(max(0.0, value) for value in over))
 
 
 def choose(table: Sequence[dict[str, Any]], bounds: Bounds, hint: str = "") -> str:
@@ -72,7 +33,8 @@ def choose(table: Sequence[dict[str, Any]], bounds: Bounds, hint: str = "") -> s
             f"{100 * nearest['drop']:.2f} points on {evidence(nearest)}, the bound is "
             f"{100 * bounds.max_metric_drop:.2f} (quantize.max_metric_drop), {100 * nearest['flips']:.2f} % of "
             f"answers depend on the batch, the bound is {100 * bounds.max_label_flips:.2f} (quantize.max_label_flips), "
-            f"and {agreement(nearest)}, the bound is {100 * bounds.min_agreement:.2f} (quantize.min_agreement); "
+            f"logits differ between batches by {nearest['batch_logit_difference']:.1e}, {_logit_bound(bounds)}, and "
+            f"{agreement(nearest)}, the bound is {100 * bounds.min_agreement:.2f} (quantize.min_agreement); "
             + "; ".join(line(row) for row in table)
             + hint
         )
@@ -89,6 +51,11 @@ def choose(table: Sequence[dict[str, Any]], bounds: Bounds, hint: str = "") -> s
         100 * bounds.max_label_flips,
     )
     return str(chosen["scheme"])
+
+
+def _logit_bound(bounds: Bounds) -> str:
+    bound = bounds.max_batch_difference
+    return "which has no bound" if bound is None else f"the bound is {bound:.0e} where max_label_flips is 0"
 
 
 def evidence(row: dict[str, Any]) -> str:
@@ -136,6 +103,6 @@ def line(row: dict[str, Any]) -> str:
     times = f", {_times(row)}" if "p50_ms" in row else ""
     return (
         f"{row['scheme']}: {METRIC_NAMES[row['metric']]} {100 * row['score']:.2f} in the worst batches (loses "
-        f"{100 * row['drop']:.2f}), {100 * row['flips']:.2f} % of answers depend on the batch, "
-        f"{row['size_bytes'] / 1e6:.1f} MB{times}"
+        f"{100 * row['drop']:.2f}), {100 * row['flips']:.2f} % of answers depend on the batch, logits by "
+        f"{row['batch_logit_difference']:.1e}, {row['size_bytes'] / 1e6:.1f} MB{times}"
     )

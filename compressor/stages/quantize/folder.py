@@ -17,8 +17,13 @@ CARD, PROVENANCE = "README.md", "provenance.json"
 HUB_METRICS = {"matthews": "matthews_correlation", "pearson": "pearsonr", "spearman": "spearmanr"}  # others are alike
 
 
-def complete_folder(folder: Path, student: Path, task: Task, metrics: Mapping[str, Any], max_tokens: int) -> None:
-    """Add what is beside `model.onnx`: config.json with the labels by name, tokenizer, provenance, card."""
+def complete_folder(
+    folder: Path, student: Path, task: Task, metrics: Mapping[str, Any], max_tokens: int, origins: Mapping[str, str]
+) -> None:
+    """Add what is beside `model.onnx`: config.json with the labels by name, tokenizer, provenance, card.
+
+    `origins` is what it was made from: `data` in words, and the SHA-256 of `corpus`, `teacher` and `student`.
+    """
     shutil.copyfile(student / "config.json", folder / "config.json")
     tokenizer = load_tokenizer(student)
     tokenizer.model_max_length = max_tokens
@@ -30,17 +35,23 @@ def complete_folder(folder: Path, student: Path, task: Task, metrics: Mapping[st
         "task": task.name,
         "labels": list(task.labels),
         "max_tokens": max_tokens,
+        "made_from": dict(origins),
         "scheme": metrics["scheme"],
         "made_for_cpu": metrics["target_cpu"],
         "made_on": made_on,
         "versions": machine.versions(),
     }
     (folder / PROVENANCE).write_text(json.dumps(provenance, indent=1) + "\n", encoding="utf-8")
-    (folder / CARD).write_text(card(task, metrics, max_tokens, made_on), encoding="utf-8")
+    (folder / CARD).write_text(card(task, metrics, max_tokens, made_on, origins), encoding="utf-8")
 
 
-def card(task: Task, metrics: Mapping[str, Any], max_tokens: int, made_on: Mapping[str, Any]) -> str:
-    """The model card: the hub's header, then what was measured, and on what; `made_on` is a machine's fingerprint."""
+def card(
+    task: Task, metrics: Mapping[str, Any], max_tokens: int, made_on: Mapping[str, Any], origins: Mapping[str, str]
+) -> str:
+    """The model card: the hub's header, then what was measured, on what, and what the model was made from.
+
+    `made_on` is a machine's fingerprint, `origins` as for `complete_folder`.
+    """
     chosen = next(row for row in metrics["candidates"] if row["scheme"] == metrics["scheme"])
     test, name = metrics["test"], METRIC_NAMES[task.metric]
     low, high = test["interval_95"]
@@ -76,8 +87,8 @@ model-index:
   - task:
       type: text-classification
     dataset:
-      name: {task.name}
-      type: {task.name}
+      name: {json.dumps(origins["data"], ensure_ascii=False)}
+      type: sha256-{origins["corpus"]}
       split: test
     metrics:
     - type: {HUB_METRICS.get(task.metric, task.metric)}
@@ -100,6 +111,12 @@ cut = {{"truncation": True, "max_length": {max_tokens}}}
 classify = pipeline("text-classification", model=model, tokenizer=tokenizer, **cut)
 print(classify([{query}]))
 ```
+
+## Made from
+
+- Data: {origins["data"]} (SHA-256 {origins["corpus"]}).
+- Teacher: SHA-256 {origins["teacher"]}.
+- Student: SHA-256 {origins["student"]}.
 
 ## Measured
 

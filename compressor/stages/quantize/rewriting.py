@@ -194,7 +194,7 @@ class _Writer:
                 nodes.append(helper.make_node("DynamicQuantizeLinear", [x], list(found), name=f"{name}.quantize"))
             case Static(method=method):
                 low, high = self.activations[x].range(method)
-                found = self._fixed(x, x, low, high, name, nodes)
+                found = self._fixed(x, low, high, name, nodes)
             case PerRow():
                 found = f"{x}.int8", f"{x}.scale", self._constant("middle", np.uint8(UNSIGNED_ZERO))
                 one, steps = self._constant("one", np.float32(1)), self._constant("step", np.float32(1 / 127))
@@ -221,18 +221,16 @@ class _Writer:
             f"{name}.smooth",
         )
         low, high = float((seen.low_K / factor_K).min()), float((seen.high_K / factor_K).max())
-        return self._fixed(smooth, smooth, low, high, name, nodes)
+        return self._fixed(smooth, low, high, name, nodes)
 
-    def _fixed(
-        self, x: str, as_named: str, low: float, high: float, name: str, nodes: list[Any]
-    ) -> tuple[str, str, str]:
+    def _fixed(self, x: str, low: float, high: float, name: str, nodes: list[Any]) -> tuple[str, str, str]:
         """8-bit form of an activation whose range is known."""
         low, high = min(low, 0.0), max(high, 0.0)  # zero must have a number of its own
         step = max((high - low) / 255, float(TINY))
-        scale = self._constant(f"{as_named}.scale", np.float32(step))
-        zero = self._constant(f"{as_named}.zero", np.uint8(np.clip(round(-low / step), 0, 255)))
-        _add(nodes, "QuantizeLinear", [x, scale, zero], f"{as_named}.int8", f"{name}.quantize")
-        return f"{as_named}.int8", scale, zero
+        scale = self._constant(f"{x}.scale", np.float32(step))
+        zero = self._constant(f"{x}.zero", np.uint8(np.clip(round(-low / step), 0, 255)))
+        _add(nodes, "QuantizeLinear", [x, scale, zero], f"{x}.int8", f"{name}.quantize")
+        return f"{x}.int8", scale, zero
 
     def _constant(self, name: str, value: Any) -> str:
         if name not in self._constants:

@@ -19,6 +19,7 @@ from compressor.dataset import Encoded
 from compressor.errors import GateError
 from compressor.evaluate import MODEL_FILE, Logits, OnnxPredictor, Predictor, answers, same_answers, scores
 from compressor.latency import shaped_call, time_in_turns
+from compressor.models import score_scale
 from compressor.statistics import mcnemar, wilson
 from compressor.tasks import Task
 
@@ -75,8 +76,9 @@ class Scorer:
     def row(self, scheme: str, graph: Path, excluded: tuple[str, ...] = ()) -> dict[str, Any]:
         """One line of the table of candidates, but for its times.
 
-        `score` is the worst of all compositions, `drop` the largest loss against fp32 in the same one. Raises GateError
-        if it gives logits that are no numbers.
+        `score` is the worst of all compositions, `drop` the largest loss against fp32 in the same one. Between batches
+        scores of a regression without a range of its own differ by shares of their spread. Raises GateError if it gives
+        logits that are no numbers.
         """
         found = self.fp32 if scheme == "fp32" else self._by_composition(scheme, graph, self.validation)
         metric = {name: self._score(logits_NC) for name, logits_NC in found.items()}
@@ -84,6 +86,7 @@ class Scorer:
         alone_NC = found["1"]
         apart_N = ~np.all([same_answers(self.task, alone_NC, other_NC) for other_NC in found.values()], axis=0)
         every_PNC = np.stack(list(found.values()))
+        _, unit = score_scale(self.task, lambda: self.fp32["1"])
         facts = {
             "scheme": scheme,
             "excluded": list(excluded),
@@ -92,7 +95,7 @@ class Scorer:
             "scores": metric,
             "drop": max(fp32[name] - metric[name] for name in found),
             "flips": float(apart_N.mean()),
-            "batch_logit_difference": float((every_PNC.max(axis=0) - every_PNC.min(axis=0)).max()),
+            "batch_logit_difference": float((every_PNC.max(axis=0) - every_PNC.min(axis=0)).max()) / (unit or 1.0),
             "fp32_logit_difference": float(np.abs(alone_NC - self.fp32["1"]).max()),
             "agreement_fp32": float(same_answers(self.task, alone_NC, self.fp32["1"]).mean()),
             "agreement_teacher": float(same_answers(self.task, alone_NC, self._teacher_NC).mean()),

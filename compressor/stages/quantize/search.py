@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 import shutil
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -14,21 +15,22 @@ from typing import Any
 import onnx
 
 from compressor import machine, onnx_graph
+from compressor.bounds import Bounds
 from compressor.config import Int8Candidate, QuantizeConfig
 from compressor.dataset import Encoded
 from compressor.errors import ConfigError
 from compressor.evaluate import OnnxPredictor
 from compressor.stages.quantize.calibration import Activation, calibrate
 from compressor.stages.quantize.candidates import CANDIDATES, Candidate, Static
-from compressor.stages.quantize.choice import Bounds, line
-from compressor.stages.quantize.exclusion import most_harmful
+from compressor.stages.quantize.choice import line
+from compressor.stages.quantize.exclusion import Ranking, likely_first
 from compressor.stages.quantize.rewriting import products, quantize_graph
 from compressor.stages.quantize.scoring import ExactPredictor, Scorer, add_times
 
 FP32 = "fp32"
 TRIMMED = "fp32 trimmed"  # with the smaller vocabulary; shown, not chosen
 QAT: Int8Candidate = "static-qat"
-EXCLUSION_S = 40.0  # for the products to leave in fp32, of each kind of candidate; the whole search takes minutes
+EXCLUSION_S = 60.0  # for the products to leave in fp32, of each kind of candidate; the whole search takes minutes
 
 log = logging.getLogger(__name__)
 
@@ -103,11 +105,7 @@ class Search:
 
     def __post_init__(self) -> None:
         self.host = Host.of(self.config.target_cpu)
-        self.bounds = Bounds(
-            max_metric_drop=self.config.max_metric_drop,
-            max_label_flips=self.config.max_label_flips,
-            min_agreement=self.config.min_agreement,
-        )
+        self.bounds = Bounds.of(self.config.model_dump())
         self._table: list[dict[str, Any]] = []
         self._activations: Mapping[str, Activation] = {}
 
@@ -190,36 +188,41 @@ class Search:
     def _spare_the_most_harmful(self, kind: type[Candidate]) -> None:
         """Where no candidate of a kind is within the bounds, try its best one with products left in fp32."""
         mine = [row for row in self._table if isinstance(CANDIDATES.get(row["scheme"]), kind)]
-        near = [row for row in mine if self.bounds.flips_hold(row)]
+        near = [row for row in mine if self.bounds.ignores_the_batch(row)]
         if any(self.bounds.hold(row) for row in mine) or not near or not self.config.max_excluded:
             return
         best = min(near, key=self.bounds.excess)["scheme"]
         log.info("quantize looks for the products that do most harm in %s, for %.0f s at most", best, EXCLUSION_S)
         end_s = time.monotonic() + EXCLUSION_S
-        ranked = self._most_harmful(CANDIDATES[best], end_s)
-        self.hint = f"; the products that do most harm in {best}: {', '.join(ranked[: self.config.max_excluded])}"
-        for count in range(1, 1 + min(self.config.max_excluded, len(ranked))):
-            if count > 1 and time.monotonic() > end_s:
-                log.warning("quantize leaves no more than %d products of %s in fp32: time is up", count - 1, best)
-                return
-            graph = self.scratch / f"{best}-less-{count}.onnx"
-            self._write(CANDIDATES[best], tuple(ranked[:count]), graph)
-            if self.bounds.hold(self._add(f"{best} less {count}", graph, tuple(ranked[:count]))):
-                return
+        spared: tuple[str, ...] = ()
+        ranked = likely_first([item.name for item in products(onnx.load(self.source))])
+        with self._ranking(CANDIDATES[best]) as ranking:
+            while ranked and len(spared) < self.config.max_excluded:
+                if spared and time.monotonic() > end_s:
+                    log.warning("quantize leaves no more than %d products of %s in fp32: time is up", len(spared), best)
+                    break
+                worst, *ranked = ranking.by_harm(ranked, spared=spared, end_s=end_s)
+                spared = (*spared, worst)
+                graph = self.scratch / f"{best}-less-{len(spared)}.onnx"
+                self._write(CANDIDATES[best], spared, graph)
+                if self.bounds.hold(self._add(f"{best} less {len(spared)}", graph, spared)):
+                    return
+        self.hint += f"; the products that do most harm in {best}: {', '.join(spared)}"
 
-    def _most_harmful(self, candidate: Candidate, end_s: float) -> list[str]:
-        """Products by the harm they do; the embeddings, which take most of the time, are rounded once."""
+    @contextmanager
+    def _ranking(self, candidate: Candidate) -> Iterator[Ranking]:
+        """What ranks products for a candidate; embeddings, which take most of the time, are rounded once."""
         rounded = self.scratch / "rounded.onnx"
         names = [item.name for item in products(onnx.load(self.source))]
         quantize_graph(self.source, rounded, candidate, excluded=names)
-        plain = replace(candidate, embeddings=False)
+        plain, load = replace(candidate, embeddings=False), partial(self.host.predictor, threads=self.threads)
 
         def write(excluded: tuple[str, ...], target: Path) -> None:
             bits = self.host.weight_bits
             quantize_graph(rounded, target, plain, self._activations, excluded=excluded, weight_bits=bits)
 
-        load = partial(self.host.predictor, threads=self.threads)
+        given: dict[str, Any] = {"source": self.source, "examples": self.train, "seed": self.seed}
         try:
-            return most_harmful(self.source, write, load, self.train, self.scratch, self.seed, end_s=end_s)
+            yield Ranking(**given, write=write, load=load, scratch=self.scratch)
         finally:
             rounded.unlink()

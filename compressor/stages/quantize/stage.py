@@ -71,7 +71,7 @@ def quantize(
         train, validation, kept_W = encoded["train"], encoded["validation"], None
         if config.trim_vocabulary:
             tokenizer = load_tokenizer(exported)
-            kept_W = used_pieces(tokenizer, train, config.vocabulary_texts)
+            kept_W = used_pieces(tokenizer, train, config.vocabulary_texts, config.vocabulary_column)
             source = trimmed(exported, kept_W, draft.path / "trimmed")
             draft.metrics["vocabulary"] = {"pieces": len(kept_W), "pieces_before": len(tokenizer)}
             log.info("quantize keeps %d of %d word pieces", len(kept_W), len(tokenizer))
@@ -90,6 +90,7 @@ def quantize(
             weight_bits=host.weight_bits,
             calibration_rows=config.calibration_rows,
             seed=seed,
+            exported=onnx_models.metrics["student"],
         )
         told = teacher_logits(teacher, len(validation))
         search = Search(
@@ -144,7 +145,9 @@ def quantize(
             name: onnx_graph.size_by_part(onnx.load(path))
             for name, path in ((FP32, exported / MODEL_FILE), ("int8", model))
         }
-        complete_folder(draft.path, source, task, draft.metrics, max_tokens)
+        origins = {"data": corpus.metrics["provenance"]}
+        origins |= {name: parent.content for name, parent in parents.items() if name != "onnx"}
+        complete_folder(draft.path, source, task, draft.metrics, max_tokens, origins)
         if source != exported:
             shutil.rmtree(source)
     return Artifact.open(out, kind="int8")

@@ -1,6 +1,7 @@
 """A smaller vocabulary: the word pieces that given texts use, and what any word can be spelt with.
 
-A word whose pieces are gone is cut into smaller ones, down to letters; the tokenizer stays a WordPiece tokenizer.
+A word whose pieces are gone is cut into smaller ones, down to letters, if its script is in the texts; the tokenizer
+stays a WordPiece tokenizer.
 Shape legend: V pieces before, W pieces after, D width.
 """
 
@@ -31,19 +32,23 @@ Pieces = NDArray[np.int64]
 
 
 def used_pieces(tokenizer: Any, examples: Encoded, sources: Iterable[str], column: str = "text") -> Pieces:
-    """What to keep (W), in order: special ones, single characters of any text, what the rows and sources' texts use."""
-    size = len(tokenizer)
-    used_V = np.zeros(size, dtype=bool)
+    """What to keep (W), in order: special ones, what the rows and sources' texts use, and single characters.
+
+    These are the characters of any text, and all of the scripts that the texts use, so that other words of these can
+    be spelt.
+    """
+    used_V = np.zeros(len(tokenizer), dtype=bool)
     used_V[tokenizer.all_special_ids] = True
-    for piece, number in tokenizer.get_vocab().items():
-        letter = piece.removeprefix("##")
-        used_V[number] |= len(letter) == 1 and in_any_text(letter)
     for first in range(0, len(examples), ROWS_AT_ONCE):
         rows = np.arange(first, min(first + ROWS_AT_ONCE, len(examples)))
         used_V[np.unique(examples.batch(rows).inputs.input_ids_BS)] = True
     for number, source in enumerate(sources):
         for text in read_texts(source, column, what=f"quantize.vocabulary_texts.{number}"):
             used_V[tokenizer.backend_tokenizer.encode(text, add_special_tokens=False).ids] = True
+    letters = {number: piece.removeprefix("##") for piece, number in tokenizer.get_vocab().items()}
+    scripts = {script(letter) for number in np.flatnonzero(used_V) for letter in letters[int(number)]} - {""}
+    for number, letter in letters.items():
+        used_V[number] |= len(letter) == 1 and (in_any_text(letter) or script(letter) in scripts)
     return np.flatnonzero(used_V)
 
 
@@ -51,6 +56,11 @@ def in_any_text(letter: str) -> bool:
     """Whether a character is in texts of any kind: ASCII, punctuation, a symbol, or a Latin letter."""
     latin = unicodedata.name(letter, "").startswith("LATIN ")
     return letter.isascii() or latin or unicodedata.category(letter)[0] in "PS"
+
+
+def script(letter: str) -> str:
+    """The script that a letter or a sign on one is of, by its name: CYRILLIC, HANGUL; nothing of other characters."""
+    return unicodedata.name(letter, "").split(" ")[0] if unicodedata.category(letter)[0] in "LM" else ""
 
 
 def unknown_share(tokenizer: Any, examples: Encoded) -> float:

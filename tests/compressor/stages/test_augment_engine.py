@@ -152,6 +152,23 @@ def test_a_wrong_setting_is_told_before_anything_is_read() -> None:
         augment(["a"], copies=1)
 
 
+def test_one_text_in_the_place_of_rows_is_refused(sources: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=r"rows is the text 'A fine film.'; give a list of texts: augment\(\[text\]"):
+        augment("A fine film.", copies=1, **sources)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "reason"),
+    [
+        ({"processes": 0}, "processes is 0; it must be at least 1"),
+        ({"device": "gpu"}, "--device is 'gpu'; known: auto, cpu, cuda"),
+    ],
+)
+def test_where_it_cannot_run_is_told(wrong: dict[str, Any], reason: str, sources: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=reason):
+        next(augment(["A fine film."], copies=1, **sources, **wrong))
+
+
 @pytest.mark.parametrize("bound", [0.0, 0.5, 1.0])
 def test_a_bound_on_doubts_is_refused_where_nobody_judges(bound: float, sources: dict[str, Any]) -> None:
     with pytest.raises(

@@ -65,12 +65,20 @@ def test_the_command_has_options_for_stop_words_and_names(tmp_path: Path) -> Non
         ("nowhere.csv", "out.csv", "is no file"),
         ("in.csv", "in.csv", "IN and OUT are both"),
         ("in.csv", ".", "there already"),
+        ("in.csv", "nodir/out.csv", "and there is no folder .*nodir; make it, or give another OUT"),
     ],
 )
 def test_the_command_refuses_wrong_places(tmp_path: Path, source: str, out: str, reason: str) -> None:
     table(tmp_path / "in.csv")
     with pytest.raises(CompressorError, match=reason):
         command(tmp_path / source, tmp_path / out, text="review", overwrite=True)
+
+
+def test_the_command_refuses_a_device_that_there_is_not(tmp_path: Path) -> None:
+    done = tiny.run(
+        "augment-file", table(tmp_path / "in.csv"), tmp_path / "o.csv", "--text", "review", "--device", "gpu"
+    )
+    assert tiny.sentence(done) == "error: --device is 'gpu'; known: auto, cpu, cuda"
 
 
 def test_the_command_takes_candidates_and_the_probability_of_a_word(tmp_path: Path) -> None:

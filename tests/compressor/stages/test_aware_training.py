@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -18,12 +19,13 @@ from compressor.config import DistillConfig
 from compressor.dataset import Encoded
 from compressor.errors import GateError
 from compressor.evaluate import OnnxPredictor, TorchPredictor, predict
-from compressor.onnx_export import export_onnx
+from compressor.onnx_export import export_onnx, write_graph
 from compressor.stages.quantize import aware_training
 from compressor.stages.quantize.aware_training import AwareTraining, round_products
 from compressor.stages.quantize.calibration import calibrate
 from compressor.stages.quantize.candidates import Static
 from compressor.stages.quantize.rewriting import quantize_graph
+from compressor.triton_releases import format_for
 from tests import tiny
 from tests.compressor.stages.test_quantize import hasty, models, run, settings
 from tests.conftest import Line
@@ -31,6 +33,7 @@ from tests.conftest import Line
 __all__ = ["hasty", "models"]  # fixtures
 pytestmark = pytest.mark.filterwarnings("ignore")  # the exporters' and ONNX Runtime's own
 ROWS = 24
+EXPORTED = {"exporter": "torch", "triton_release": "24.06", "bound": 1e-4}
 
 
 def prepared(line: Line, rows: Encoded, weight_bits: int) -> AwareTraining:
@@ -43,6 +46,7 @@ def prepared(line: Line, rows: Encoded, weight_bits: int) -> AwareTraining:
         weight_bits=weight_bits,
         calibration_rows=ROWS,
         seed=3,
+        exported=EXPORTED,
     )
 
 
@@ -99,6 +103,25 @@ def test_small_heads_are_left_as_they_are(line: Line) -> None:
     round_products(graph, 8)
     assert type(graph.head.classifier) is torch.nn.Linear
     assert type(graph.head.pooler) is aware_training.RoundedLinear
+
+
+def test_the_trained_graph_is_written_and_proved_as_the_exported_one_was(
+    line: Line, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[dict[str, Any]] = []
+
+    def write(model: Any, path: Path, **how: Any) -> str:
+        asked.append(how)
+        return write_graph(model, path, **how)
+
+    monkeypatch.setattr(aware_training, "STEPS", 1)
+    monkeypatch.setattr(aware_training, "write_graph", write)
+    aware = prepared(line, tiny.encoded(tmp_path, train=ROWS), 7)
+    aware.write(line.run / "6-export" / "student", tmp_path / "trained")
+    assert asked == [{"exporter": "torch", "form": format_for("24.06")}]
+    strict = replace(aware, exported=EXPORTED | {"bound": 1e-15})
+    with pytest.raises(GateError, match=r"parity gate: student trained for INT8: largest .* \(bound 1e-15\)"):
+        strict.write(line.run / "6-export" / "student", tmp_path / "again")
 
 
 @pytest.fixture

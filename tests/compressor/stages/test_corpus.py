@@ -7,7 +7,7 @@ import io
 import json
 import os
 from collections.abc import Iterable, Sequence
-from itertools import product
+from itertools import chain, product
 from pathlib import Path
 
 import pyarrow as pa
@@ -194,7 +194,7 @@ def test_labels_are_read_by_name_or_code_whichever_comes_first(suffix, labels, f
     assert read_file(path) == [(f"text {label}", label) for label in order]
 
 
-@pytest.mark.parametrize("label", ["2", "pos", "-1", ""])
+@pytest.mark.parametrize("label", ["2", "pos", "-1"])
 def test_an_unknown_label_is_refused_with_the_known_ones(label, tmp_path):
     sentence = rf"x.tsv, line 3: label '{label}' is unknown; labels of sst2 are negative or 0, positive or 1"
     with pytest.raises(DataError, match=sentence):
@@ -228,8 +228,27 @@ def test_a_label_of_another_type_is_refused(label, tmp_path):
         ("x.jsonl", '{"sentence": "good", "label": 1}\n{"sentence"\n', r"x.jsonl, line 2: not a JSON object: "),
         ("x.jsonl", '["good", 1]\n', r"x.jsonl, line 1: not a JSON object but list"),
         ("x.jsonl", '{"sentence": "good"}\n', r"x.jsonl, line 1: no column 'label'; found 'sentence'"),
-        ("x.jsonl", '{"sentence": "good", "label": null}\n', r"x.jsonl, line 1: no column 'label'; it is empty"),
-        ("x.jsonl", '{"sentence": null, "label": 1}\n', r"x.jsonl, line 1: no column 'sentence'; it is empty"),
+        (
+            "x.jsonl",
+            '{"sentence": "good", "label": null}\n',
+            r"x.jsonl, line 1: the row has no label in column 'label'",
+        ),
+        ("x.jsonl", '{"sentence": null, "label": 1}\n', r"line 1, column 'sentence': the text is empty; give it a"),
+        (
+            "x.csv",
+            "sentence,label\ngood,\n",
+            r"x.csv, line 2: the row has no label in column 'label'; give it one or drop",
+        ),
+        (
+            "x.csv",
+            "sentence;label\ngood;1\n",
+            r"line 2: no column 'sentence'; found 'sentence;label'; columns of a .csv file are separated by commas",
+        ),
+        (
+            "x.tsv",
+            '"sentence"\t"label"\n"good"\t"1"\n',
+            r"""found '"sentence"', '"label"'; a .tsv file is read in GLUE's dialect, where quotes are text""",
+        ),
         (
             "x.jsonl",
             '{"sentence": 5, "label": 1}\n',
@@ -281,7 +300,7 @@ def test_bytes_that_are_not_utf8_are_named_by_file_and_line(name, raw, tmp_path)
     path = write(tmp_path / name, BOTH)
     path.write_bytes(path.read_bytes() + raw)
     line = 3 if name == "x.jsonl" else 4
-    with pytest.raises(DataError, match=rf"{name}, line {line}: not UTF-8 \(.* at byte [0-9]+\)"):
+    with pytest.raises(DataError, match=rf"{name}, line {line}: not UTF-8 \(.* at byte [0-9]+\); save it as UTF-8$"):
         read_file(path)
 
 
@@ -318,6 +337,31 @@ def test_two_files_for_one_split_are_refused(tmp_path):
         make(tmp_path, tmp_path / "out")
 
 
+@pytest.mark.parametrize("name", ["val.tsv", "valid.csv", "VALID.jsonl", "dev.TSV", "Validation.CSV"])
+def test_a_validation_file_has_many_names(name, tmp_path):
+    write(tmp_path / "train.tsv", MANY)
+    source = write(tmp_path / name.lower(), BOTH)
+    source.rename(tmp_path / name)
+    assert rows_of(make(tmp_path, tmp_path / "out"))["test"] == BOTH
+    write(tmp_path / "dev.parquet", BOTH)
+    with pytest.raises(DataError, match=r"holds both .*; keep one of them for validation"):
+        make(tmp_path, tmp_path / "other")
+
+
+def test_training_rows_may_be_in_a_file_with_capitals(tmp_path):
+    write(tmp_path / "train.csv", MANY).rename(tmp_path / "Train.CSV")
+    assert sorted(chain(*rows_of(make(tmp_path, tmp_path / "out")).values())) == sorted(MANY)
+
+
+def test_files_that_are_no_split_are_named(tmp_path, caplog):
+    for name in ("train.tsv", "dev.tsv", "holdout.csv", "more.jsonl"):
+        write(tmp_path / name, MANY)
+    (tmp_path / "notes.txt").write_text("no rows", encoding="utf-8")
+    make(tmp_path, tmp_path / "out")
+    sentence = "not used, because no split is called so: holdout.csv, more.jsonl; splits are called train, dev, "
+    assert caplog.messages == [f"{tmp_path}: {sentence}validation, val, valid, test"]
+
+
 def test_one_label_only_is_refused(tmp_path):
     path = write(tmp_path / "x.tsv", [(f"text {number}", 1) for number in range(40)])
     with pytest.raises(
@@ -327,7 +371,8 @@ def test_one_label_only_is_refused(tmp_path):
 
 
 def test_too_few_rows_for_a_split_are_refused(tmp_path):
-    with pytest.raises(DataError, match=r"the validation split of .*x.tsv has no rows"):
+    sentence = r"the validation split of .*x.tsv has no rows: there are too few rows of each label to share out; give m"
+    with pytest.raises(DataError, match=sentence):
         make(write(tmp_path / "x.tsv", BOTH), tmp_path / "out")
 
 

@@ -15,9 +15,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from compressor.config import CorpusConfig
+from compressor.config import CorpusConfig, TaskConfig
 from compressor.errors import DataError
-from compressor.stages.corpus import Row, Split, _hold_out, read_source
+from compressor.rows import Row
+from compressor.stages.corpus import Split, _hold_out, read_source
 from compressor.tasks import TASKS, Task
 from tests.compressor.stages.test_corpus import HARD, MANY, SPLITS, SST2, make, rows_of, write
 
@@ -142,10 +143,14 @@ def test_a_test_file_with_withheld_labels_is_ignored(tmp_path, caplog):
     assert f"{data / 'test.tsv'}: its labels are withheld, so it is not used" in caplog.messages
 
 
-def test_a_test_file_without_labels_is_ignored(tmp_path):
+@pytest.mark.parametrize("column", ["index", "Label"])
+def test_a_test_file_without_a_column_of_labels_is_ignored_with_a_warning(column, tmp_path, caplog):
     data = folder(tmp_path, train=MANY, dev=DEV)
-    (data / "test.tsv").write_text("index\tsentence\n0\tunknown\n", encoding="utf-8")
+    (data / "test.tsv").write_text(f"{column}\tsentence\n0\tunknown\n", encoding="utf-8")
     assert rows_of(make(data, tmp_path / "out"))["test"] == DEV
+    assert [(record.levelname, record.message) for record in caplog.records] == [
+        ("WARNING", f"{data / 'test.tsv'} has no column 'label', so it is not used; found {column!r}, 'sentence'")
+    ]
 
 
 def test_a_test_file_that_loses_its_labels_half_way_is_refused_not_cut_short(tmp_path):
@@ -162,6 +167,53 @@ def test_a_test_file_that_gets_its_labels_later_is_refused_not_dropped(missing, 
     )
     with pytest.raises(DataError, match=sentence):
         make(data, tmp_path / "out")
+
+
+def own(path: Path, counts: dict[str, int], metric: str = "accuracy") -> tuple[Path, Task]:
+    """A file with so many rows of each label, and its task."""
+    rows = [f"text {number} {label},{label}\n" for label, count in counts.items() for number in range(count)]
+    path.write_text("sentence,label\n" + "".join(rows), encoding="utf-8")
+    task = TaskConfig.model_validate(
+        {"name": "own", "columns": ["sentence"], "label": "label", "labels": tuple(counts), "metric": metric}
+    )
+    return path, task.row()
+
+
+def test_a_label_that_a_split_lacks_is_named(tmp_path, caplog):
+    path, task = own(tmp_path / "x.csv", {"rare": 4, "a": 47, "b": 47})
+    made = make(path, tmp_path / "out", task=task)
+    assert made.metrics["rows"]["test"] == {"a": 5, "b": 5}
+    sentence = f"of {path} has no row with label 'rare', of which it can say nothing; give more such rows"
+    assert caplog.messages == [f"the {split} split {sentence}" for split in ("validation", "test")]
+
+
+def test_labels_with_a_row_each_cannot_be_shared_out(tmp_path):
+    path, task = own(tmp_path / "x.csv", {f"label {number}": 1 for number in range(50)})
+    with pytest.raises(DataError, match=r"has no rows: there are too few rows of each label to share out; give more"):
+        make(path, tmp_path / "out", task=task)
+
+
+@pytest.mark.parametrize(
+    ("metric", "counts", "metric_name"),
+    [
+        ("accuracy", {"fraud": 30, "legit": 170}, "accuracy"),
+        ("accuracy", {"legit": 170, "fraud": 30}, "accuracy"),
+        ("f1", {"fraud": 30, "legit": 170}, "F1"),
+        ("f1", {"legit": 170, "fraud": 30}, None),  # F1 is of the rare one
+        ("matthews", {"fraud": 30, "legit": 170}, None),
+        ("accuracy", {"fraud": 60, "legit": 140}, None),
+    ],
+)
+def test_a_label_that_most_rows_have_is_named_before_training(metric, counts, metric_name, tmp_path, caplog):
+    path, task = own(tmp_path / "x.csv", counts, metric)
+    make(path, tmp_path / "out", task=task)
+    if metric_name is None:
+        assert caplog.messages == []
+    else:
+        what = f"85.0 % of the rows of the train split of {path} have label 'legit'"
+        why = f'{metric_name} hardly tells a model from that one answer; set task.metric = "matthews"'
+        assert len(caplog.messages) == 1
+        assert caplog.messages[0].startswith(f"{what}, and {why}")
 
 
 def test_training_rows_need_labels(tmp_path):

@@ -235,7 +235,7 @@ def test_a_malformed_row_of_qqp_is_named_by_file_and_line(row, sentence, tmp_pat
     [
         ("1\tWhy?\tBecause", r"x.tsv, line 3: 3 columns; a row needs 4"),
         ("1\tWhy?\t \tentailment", r"x.tsv, line 3, column 'sentence': the text is empty; give it a text or drop"),
-        ("1\tWhy?\tBecause\t", r"x.tsv, line 3: label '' is unknown; labels of qnli are entailment, not_entailment"),
+        ("1\tWhy?\tBecause\t", r"x.tsv, line 3: the row has no label in column 'label'; give it one or drop"),
     ],
 )
 def test_a_gap_in_any_other_release_is_a_mistake_named_by_file_and_line(row, sentence, tmp_path):
@@ -252,10 +252,15 @@ def test_a_score_out_of_range_is_named_by_file_and_line(score, tmp_path):
         all_rows(path, TASKS["stsb"])
 
 
-@pytest.mark.parametrize("score", ["", "high", "nan", "inf", "1e39"])
+@pytest.mark.parametrize("score", ["high", "nan", "inf", "1e39"])
 def test_a_score_that_is_no_finite_number_is_named_by_file_and_line(score, tmp_path):
     with pytest.raises(DataError, match=rf"x.tsv, line 3: score '{score}' is no finite number; correct it or drop"):
         all_rows(scored(tmp_path, ["1.5", score]), TASKS["stsb"])
+
+
+def test_a_missing_score_is_named_by_file_and_line(tmp_path):
+    with pytest.raises(DataError, match=r"x.tsv, line 3: the row has no score in column 'score'; give it one or drop"):
+        all_rows(scored(tmp_path, ["1.5", ""]), TASKS["stsb"])
 
 
 def scored(folder: Path, scores: Sequence[str]) -> Path:

@@ -10,13 +10,11 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from compressor import objectives
 from compressor.artifact import Artifact
-from compressor.checkpoints import PROJECTIONS_FILE, load_classifier, load_tokenizer
+from compressor.checkpoints import PROJECTIONS_FILE, load_classifier, load_tokenizer, save_projections
 from compressor.config import DistillConfig, StudentConfig
 from compressor.dataset import Encoded, encode, write_examples
 from compressor.errors import ModelError
-from compressor.losses import soft_cross_entropy
 from compressor.models import rescale
 from compressor.objectives import Intermediate, Prediction
 from compressor.stages.distill import distill, refuse_uniform, teacher_logits
@@ -114,11 +112,14 @@ def test_the_prediction_stage_trains_the_head(model: Any, rows: Encoded, tmp_pat
     assert {"classifier.weight", "classifier.bias", "bert.pooler.dense.weight"} <= changed(student, before)
 
 
-@pytest.mark.parametrize(("attention", "projection"), [("scores", "per-layer"), ("relations", "shared")])
+@pytest.mark.parametrize(
+    ("attention", "projection", "heads"), [("scores", "per-layer", 12), ("relations", "shared", 4)]
+)
 def test_losses_of_the_intermediate_stage_fall(
-    teacher: Artifact, corpus: Artifact, tmp_path: Path, attention: str, projection: str
+    teacher: Artifact, corpus: Artifact, tmp_path: Path, attention: str, projection: str, heads: int
 ) -> None:
-    config = tiny.distilling("intermediate", attention=attention, projection=projection, relation_heads=4, epochs=3.0)
+    given = {"attention": attention, "projection": projection, "relation_heads": heads}
+    config = tiny.distilling("intermediate", epochs=3.0, **given)
     made = run(config, tiny.student(init="random"), teacher, corpus, tmp_path / "student")
     first, *_, last = (entry["losses"] for entry in made.metrics["history"]["epochs"])
     assert set(first) == {"embedding", "hidden", "attention" if attention == "scores" else "relations"}
@@ -229,6 +230,48 @@ def test_less_than_an_epoch_asks_the_teacher_for_the_rows_of_its_steps_alone(
 
 
 @pytest.mark.parametrize("init", ["random", "project"])
+@pytest.mark.parametrize("between", [False, True])
+def test_an_intermediate_stage_goes_on_with_the_projections_of_an_earlier_one(
+    teacher: Artifact, corpus: Artifact, tmp_path: Path, init: str, between: bool
+) -> None:
+    config, shape = tiny.distilling("intermediate", epochs=4.0), tiny.student(init=init)
+    first = run(config, shape, teacher, corpus, tmp_path / "1")
+    start = first
+    if between:  # a stage of prediction, which has no use for them, hands them on
+        start = run(
+            tiny.distilling(epochs=0.1, learning_rate=1e-9), shape, teacher, corpus, tmp_path / "p", start=first
+        )
+    again = run(
+        tiny.distilling("intermediate", epochs=0.1, learning_rate=1e-9),
+        shape,
+        teacher,
+        corpus,
+        tmp_path / "2",
+        start=start,
+    )
+    before, after = (made.metrics["history"]["epochs"] for made in (first, again))
+    for name, loss in before[-1]["losses"].items():
+        assert after[0]["losses"][name] < 1.2 * loss
+
+
+def test_projections_of_an_earlier_stage_to_another_width_are_left_out(
+    teacher: Artifact, corpus: Artifact, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with tiny.sealed(tmp_path / "start", "student") as draft:
+        tiny.checkpoint(draft.path, tiny.bert(layers=1, hidden=16, intermediate_size=32))
+        save_projections([(torch.zeros(48, 16), torch.zeros(48))], draft.path)
+    start = Artifact.open(tmp_path / "start", kind="student")
+    run(tiny.distilling("intermediate", epochs=0.1), tiny.student(), teacher, corpus, tmp_path / "2", start=start)
+    assert "start has projections to a width of 48; the teacher's is 32, so new ones are learnt" in caplog.text
+
+
+@pytest.mark.parametrize("init", ["random", "project"])
+def test_the_largest_seed_works(teacher: Artifact, corpus: Artifact, tmp_path: Path, init: str) -> None:
+    config, seed = tiny.distilling("intermediate", epochs=0.1), 2**32 - 1
+    assert run(config, tiny.student(init=init), teacher, corpus, tmp_path / "student", seed=seed).metrics["history"]
+
+
+@pytest.mark.parametrize("init", ["random", "project"])
 def test_a_score_of_a_head_that_nothing_taught_is_said_to_be_one(
     teacher: Artifact, corpus: Artifact, tmp_path: Path, init: str
 ) -> None:
@@ -301,6 +344,27 @@ def test_a_general_student_gets_the_same_fresh_parts_for_the_same_seed(
     assert found[0] == found[1]
 
 
+@pytest.mark.parametrize(
+    ("task", "shape", "sentence"),
+    [
+        (
+            tiny.TASK,
+            {"max_position_embeddings": 8},
+            r"max_tokens is 16 and the model in .* reads at most 8 tokens; set",
+        ),
+        (SCORES, {"type_vocab_size": 1}, r"has type_vocab_size 1 and the task has pairs of texts, which need 2"),
+    ],
+)
+def test_a_general_student_that_cannot_read_the_rows_is_refused(
+    tmp_path: Path, task: Task, shape: dict[str, Any], sentence: str
+) -> None:
+    start = tiny.checkpoint(tmp_path / "start", tiny.bert(layers=1, hidden=16, intermediate_size=32, **shape))
+    teacher = tiny.saved(tmp_path / "teacher", "teacher", tiny.lively(tiny.bert(task=task)))
+    corpus, config = tiny.examples(tmp_path / "corpus", task=task), tiny.distilling("intermediate", epochs=0.1)
+    with pytest.raises(ModelError, match=sentence):
+        run(config, tiny.student(init=str(start)), teacher, corpus, tmp_path / "student", task)
+
+
 # What is refused, before anything is tokenized.
 
 
@@ -328,6 +392,8 @@ def test_an_earlier_student_of_another_vocabulary_is_refused(
         ({"layers": 3}, r"student.layers is 3 and the teacher has 2 layers; 1 to 2 are possible"),
         ({"layer_map": (4,)}, r"layer_map names \[4\] and the teacher has 2 layers; 1 to 2 are possible"),
         ({"heads": 2}, r'the student has 2 attention heads and the teacher 4; .* set attention = "relations"'),
+        ({"hidden": 64}, r'init = "project" cannot widen: student.hidden is 64 and the teacher\'s 32'),
+        ({"init": "teacher-layers"}, r"needs the teacher's hidden_size: 32, not 16"),
     ],
 )
 def test_students_that_do_not_fit_are_refused_before_anything_is_tokenized(
@@ -361,50 +427,3 @@ def test_only_answers_as_good_as_uniform_are_refused(classes: int) -> None:
         with pytest.raises(ModelError, match=rf"hardly tells the {classes} classes apart"):
             refuse_uniform(unsure_NC, None, Path("teacher"))
     refuse_uniform(np.zeros((300, 1), dtype=np.float32), None, Path("teacher"))  # a regression has no classes
-
-
-# Interruptions and processes.
-
-
-def test_an_interrupted_stage_goes_on_and_ends_the_same(
-    teacher: Artifact, corpus: Artifact, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    config = tiny.distilling(epochs=2.0)
-    whole = run(config, tiny.student(), teacher, corpus, tmp_path / "whole")
-    calls = {"left": 20}
-
-    def cut(*arguments: Any) -> Any:
-        calls["left"] -= 1
-        if calls["left"] == 0:
-            raise KeyboardInterrupt
-        return soft_cross_entropy(*arguments)
-
-    monkeypatch.setattr(objectives, "soft_cross_entropy", cut)
-    with pytest.raises(KeyboardInterrupt):
-        run(config, tiny.student(), teacher, corpus, tmp_path / "cut")
-    assert not (tmp_path / "cut").exists()
-    calls["left"] = 1000
-    resumed = run(config, tiny.student(), teacher, corpus, tmp_path / "cut")
-    assert 1000 - calls["left"] == 24 - 18  # a checkpoint comes with each validation, four an epoch of 12 steps
-    assert weights_hash(resumed) == weights_hash(whole)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("objective", ["intermediate", "prediction"])
-def test_two_processes_distill(teacher: Artifact, corpus: Artifact, tmp_path: Path, objective: str) -> None:
-    shape = tiny.student(layers=2, hidden=24)
-    config = tiny.distilling(objective, epochs=4.0, learning_rate=5e-3)
-    made = run(config, shape, teacher, corpus, tmp_path / "student", processes=2)
-    assert made.metrics["history"]["steps"] == 48
-    if objective == "prediction":
-        assert made.metrics["test"]["score"] > 0.8
-
-
-@pytest.mark.slow
-def test_two_processes_distill_by_relations_with_one_projection(
-    teacher: Artifact, corpus: Artifact, tmp_path: Path
-) -> None:
-    shape = tiny.student(heads=2, init="random", layer_map=(1,))  # the teacher has a second layer
-    config = tiny.distilling("intermediate", attention="relations", relation_heads=8, projection="shared", epochs=1.0)
-    made = run(config, shape, teacher, corpus, tmp_path / "student", processes=2)
-    assert made.metrics["history"]["steps"] == 12

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import shutil
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +15,7 @@ import torch
 from onnx import TensorProto, numpy_helper
 from safetensors.torch import load_file, save_file
 
-from compressor import onnx_export, onnx_graph
+from compressor import onnx_export, onnx_graph, parity
 from compressor.artifact import Artifact
 from compressor.checkpoints import load_classifier, load_tokenizer
 from compressor.config import ExportConfig
@@ -21,8 +23,8 @@ from compressor.dataset import Inputs, encode
 from compressor.errors import ConfigError, GateError, ModelError
 from compressor.evaluate import OnnxPredictor, TorchPredictor
 from compressor.onnx_export import export_onnx
-from compressor.stages import export as stage
-from compressor.stages.export import difference, export, measure_parity, refuse_broken
+from compressor.parity import difference, measure_parity
+from compressor.stages.export import export, refuse_broken
 from compressor.triton_releases import RUNTIMES, format_for
 from tests import tiny
 from tests.conftest import Line
@@ -45,11 +47,11 @@ def graphs(line: Line, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Pa
     return {name: folder / name / "model.onnx" for name in ("optimum", "torch", "plain")}
 
 
-def run(config: ExportConfig, line: Line, out: Path) -> Artifact:
+def run(config: ExportConfig, line: Line, out: Path, student: Artifact | None = None) -> Artifact:
     return export(
         config,
         tiny.TASK,
-        student=Artifact.open(line.run / "5-distill-prediction", kind="student"),
+        student=student or Artifact.open(line.run / "5-distill-prediction", kind="student"),
         teacher=Artifact.open(line.run / "2-finetune", kind="teacher"),
         corpus=Artifact.open(line.run / "1-corpus", kind="examples"),
         max_tokens=tiny.MAX_TOKENS,
@@ -201,6 +203,10 @@ LAYER = "bert.encoder.layer.1"
         (f"{LAYER}.attention.self.value.weight", lambda weight: weight[:, 5].mul_(100), "column 5"),
         (f"{LAYER}.output.dense.weight", lambda weight: weight[5].mul_(100), "row 5"),
         ("classifier.weight", lambda weight: weight[1].mul_(100), "row 1"),
+        (f"{LAYER}.attention.output.dense.weight", lambda weight: weight[:, 5].mul_(100), "column 5"),
+        ("bert.embeddings.word_embeddings.weight", lambda weight: weight[:, 5].mul_(100), "column 5"),
+        ("bert.embeddings.position_embeddings.weight", lambda weight: weight[:, 5].mul_(100), "column 5"),
+        ("bert.embeddings.token_type_embeddings.weight", lambda weight: weight[:, 5].mul_(100), "column 5"),
     ],
 )
 def test_a_model_with_one_row_or_column_times_100_fails_the_outlier_gate_by_name(
@@ -228,6 +234,27 @@ def test_a_large_row_that_its_layer_norm_makes_small_again_is_healthy(tmp_path: 
     refuse_broken("student", tmp_path, 30.0)
 
 
+def test_columns_of_a_small_table_count_against_those_of_the_words(tmp_path: Path) -> None:
+    """Segments have two rows of very unlike sizes: in MiniLM, one column is 14 times the median."""
+    folder = trained_wrongly(
+        tmp_path, "bert.embeddings.token_type_embeddings.weight", lambda table: table.mul_(0.01)[:, 5].mul_(100)
+    )
+    refuse_broken("student", folder, 30.0)
+
+
+def test_a_model_that_gives_one_answer_fails_the_accuracy_gate(line: Line, tmp_path: Path) -> None:
+    source = line.run / "5-distill-prediction"
+    shutil.copytree(source, tmp_path / "student")
+    weights = load_file(source / "model.safetensors")
+    weights["bert.encoder.layer.0.output.dense.bias"][3] += 1e4
+    save_file(weights, tmp_path / "student" / "model.safetensors", metadata={"format": "pt"})
+    broken = replace(Artifact.open(source, kind="student"), path=tmp_path / "student")
+    message = r"accuracy gate: the student has accuracy 50\.0 on the 48 validation rows, .* 50\.0, which is the bound"
+    with pytest.raises(GateError, match=message) as caught:
+        run(ExportConfig(), line, tmp_path / "onnx", broken)
+    assert caught.value.exit_code == 3
+
+
 def test_a_broken_model_is_not_exported(line: Line, tmp_path: Path) -> None:
     with pytest.raises(
         GateError, match=r"outlier gate: .* of the student's .*; the bound is 1\.01 \(export.max_weight"
@@ -240,7 +267,7 @@ def test_one_validation_row_is_enough(line: Line, graphs: dict[str, Path], tmp_p
     rows = tiny.examples(tmp_path / "examples", held_out=1)
     model = line.run / "2-finetune"
     encoded = encode(rows, "validation", load_tokenizer(model), tiny.MAX_TOKENS, cache=tmp_path / "cache")
-    found = measure_parity(graphs["optimum"], model, tiny.TASK, encoded)
+    found = measure_parity(graphs["optimum"], load_classifier(model, tiny.TASK), tiny.TASK, encoded)
     assert (found["rows"], found["agreement"]) == (1, 1.0)
 
 
@@ -263,7 +290,7 @@ def test_the_gpu_target_adds_an_fp16_graph_with_a_bound_of_its_own(line: Line, t
 def test_the_longest_and_the_shortest_text_are_always_tried(
     line: Line, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(stage, "PARITY_ROWS", 2)
+    monkeypatch.setattr(parity, "PARITY_ROWS", 2)
     made = run(ExportConfig(), line, tmp_path / "onnx")
     assert made.metrics["student"]["rows"] == 2
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from compressor.config import FinetuneConfig
 from compressor.dataset import encode, write_examples
 from compressor.errors import ModelError
 from compressor.models import score_scale
-from compressor.stages.finetune import Supervised, finetune
+from compressor.stages.finetune import Supervised, _refuse_chance, finetune
 from compressor.tasks import TASKS, Task
 from compressor.training import fit
 from compressor.world import World, launch
@@ -120,9 +121,13 @@ def test_scores_of_any_size_are_learnt_alike(base: Path, tmp_path: Path) -> None
 
 def test_scores_with_a_range_are_learnt_as_they_are_written() -> None:
     score_N = np.array([1.0, 2.0, 6.0], dtype=np.float32)
-    assert score_scale(TASKS["stsb"], score_N) == (0.0, 1.0)
-    assert score_scale(tiny.TASK, np.array([0, 1])) == (0.0, 1.0)
-    mean, spread = score_scale(tiny.pair_task(labels=()), score_N)
+
+    def unread() -> Any:
+        raise AssertionError("of millions of rows, nothing is read that is not needed")
+
+    assert score_scale(TASKS["stsb"], unread) == (0.0, 1.0)
+    assert score_scale(tiny.TASK, unread) == (0.0, 1.0)
+    mean, spread = score_scale(tiny.pair_task(labels=()), lambda: score_N)
     assert mean == 3.0
     assert spread == pytest.approx(np.sqrt(14 / 3))
 
@@ -210,6 +215,36 @@ def test_a_teacher_that_learnt_nothing_is_refused(corpus: Artifact, base: Path, 
     config = tiny.finetuning(base=str(base), epochs=0.01, learning_rate=1e-9)
     with pytest.raises(ModelError, match=r"a student would learn noise; train it longer, give it more rows, or check"):
         run(config, corpus, tmp_path / "teacher")
+
+
+@pytest.mark.parametrize(
+    ("name", "metric", "advice"),
+    [
+        ("fraud", "accuracy", 'such a metric hardly shows what was learnt; set task.metric = "matthews"'),
+        (
+            "fraud",
+            "f1",
+            'set task.metric = "matthews", or list task.labels with the one that is looked for as the seco',
+        ),
+        (
+            "fraud",
+            "matthews",
+            "a student would learn noise; train it longer, give it more rows, or check the checkpoint",
+        ),
+        (
+            "sst2",
+            "accuracy",
+            "a student would learn noise; train it longer, give it more rows, or check the checkpoint",
+        ),
+    ],
+)
+def test_a_teacher_that_its_metric_cannot_tell_from_one_answer_is_refused_with_a_metric_that_can(
+    name: str, metric: str, advice: str
+) -> None:
+    task = tiny.TASK.model_copy(update={"name": name, "metrics": (metric,)})
+    found = {"metric": metric, "score": 0.975, "interval_95": (0.965, 0.983), "rows": 1000}
+    with pytest.raises(ModelError, match=f"; {re.escape(advice)}"):
+        _refuse_chance({"validation": found, "blind": 0.97}, "base", task)
 
 
 @pytest.mark.slow

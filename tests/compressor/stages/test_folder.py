@@ -6,6 +6,7 @@ import re
 from typing import Any
 
 import pytest
+from huggingface_hub import ModelCard
 
 from compressor import machine
 from compressor.artifact import Artifact
@@ -14,6 +15,7 @@ from compressor.tasks import TASKS, Task
 from tests import tiny
 from tests.conftest import Line
 
+ORIGINS = {"data": 'files in "reviews": ours', "corpus": "c" * 64, "teacher": "7" * 64, "student": "5" * 64}
 HOST = {"processor": "Test processor", "cores": 3, "cpu_flags": ["avx2", "avx_vnni"]}
 
 
@@ -25,7 +27,7 @@ def metrics(line: Line) -> dict[str, Any]:
 
 def written(metrics: dict[str, Any], task: Task = tiny.TASK, **changes: Any) -> str:
     """The card on one line."""
-    return " ".join(card(task, metrics | changes, tiny.MAX_TOKENS, HOST).split())
+    return " ".join(card(task, metrics | changes, tiny.MAX_TOKENS, HOST, ORIGINS).split())
 
 
 @pytest.mark.filterwarnings("ignore")  # ONNX Runtime's own
@@ -38,7 +40,8 @@ def test_the_code_of_the_card_takes_texts_longer_than_the_positions(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.chdir(line.run / "7-quantize")
-    (code,) = re.findall(r"```python\n(.*?)```", card(TASKS[task], metrics, tiny.MAX_TOKENS, HOST), re.DOTALL)
+    text = card(TASKS[task], metrics, tiny.MAX_TOKENS, HOST, ORIGINS)
+    (code,) = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
     names: dict[str, Any] = {}
     exec(code, names)
     assert "'label': " in capsys.readouterr().out
@@ -52,6 +55,14 @@ def test_the_code_of_the_card_takes_texts_longer_than_the_positions(
 )
 def test_the_header_names_metrics_as_the_hub_does(metrics: dict[str, Any], name: str, hubs: str) -> None:
     assert f"metrics: - type: {hubs} value: " in written(metrics, TASKS[name])
+
+
+def test_the_header_names_the_data_that_was_used_and_not_the_tasks(metrics: dict[str, Any]) -> None:
+    text = card(TASKS["sst2"], metrics, tiny.MAX_TOKENS, HOST, ORIGINS)
+    (result,) = ModelCard(text).data.to_dict()["model-index"][0]["results"]
+    assert (result["dataset"]["name"], result["dataset"]["type"]) == (ORIGINS["data"], f"sha256-{ORIGINS['corpus']}")
+    for name in ("teacher", "student"):
+        assert f"- {name.capitalize()}: SHA-256 {ORIGINS[name]}." in text
 
 
 def test_a_difference_has_its_sign_its_interval_and_its_rows(metrics: dict[str, Any]) -> None:

@@ -15,8 +15,9 @@ from compressor.config import GeneralConfig, StudentConfig
 from compressor.dataset import ENCODED
 from compressor.errors import DataError, ModelError, SourceError
 from compressor.losses import intermediate_loss
-from compressor.models import layer_map, student_shape
+from compressor.models import student_shape
 from compressor.objectives import Intermediate
+from compressor.shapes import layer_map
 from compressor.stages.general import general, mean_losses
 from compressor.texts import packed
 from compressor.world import World

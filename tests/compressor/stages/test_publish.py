@@ -230,6 +230,17 @@ def test_the_runtime_of_the_official_containers(tmp_path: Path) -> None:
         repository.refuse_foreign(tmp_path / "root", "sst2")
 
 
+def test_graphs_for_gpus_that_nothing_serves_are_warned_of(
+    line: Line, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    copy = line.copy(tmp_path)
+    run(copy, tmp_path / "without", tmp_path / "root")
+    assert "fp16" not in caplog.text
+    (copy.run / "6-export" / "student" / FP16_FILE).touch()
+    run(copy, tmp_path / "with", tmp_path / "root")
+    assert 'publish: there are fp16 graphs for GPUs, and publish.runtime "embedded" serves on CPUs alone' in caplog.text
+
+
 def test_a_published_repository_is_known_as_such(line: Line, tmp_path: Path) -> None:
     made = run(line, tmp_path / "out", tmp_path / "root")
     assert is_published(made, tmp_path / "root")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -15,14 +16,17 @@ from onnx import numpy_helper
 
 from compressor import latency, machine, onnx_graph
 from compressor.artifact import Artifact
+from compressor.bounds import Bounds
 from compressor.config import QuantizeConfig
-from compressor.errors import ArtifactError, ConfigError, GateError
+from compressor.dataset import encode
+from compressor.errors import ArtifactError, ConfigError, DataError, GateError
 from compressor.stages.quantize import quantize, search
 from compressor.stages.quantize.calibration import Activation, calibrate
 from compressor.stages.quantize.candidates import CANDIDATES
-from compressor.stages.quantize.choice import Bounds, choose, evidence, slower_than_fp32, speed
+from compressor.stages.quantize.choice import choose, evidence, slower_than_fp32, speed
+from compressor.stages.quantize.exclusion import Ranking
 from compressor.stages.quantize.rewriting import products
-from compressor.stages.quantize.scoring import ExactPredictor, latency_shapes
+from compressor.stages.quantize.scoring import ExactPredictor, Scorer, latency_shapes
 from compressor.stages.quantize.search import Host
 from compressor.stages.quantize.stage import teacher_logits
 from compressor.statistics import wilson
@@ -37,7 +41,8 @@ def row(scheme: str, drop: float, ms: float, flips: float = 0.0, agreement: floa
     times = dict.fromkeys(("1x16", "1x32", "8x32"), ms)
     facts = {"scheme": scheme, "metric": "accuracy", "score": 0.9 - drop, "drop": drop, "flips": flips}
     facts |= {"agreement_fp32": agreement, "agreement_fp32_95": wilson(round(1000 * agreement), 1000), "rows": 1000}
-    return {**facts, "fp32_logit_difference": 0.1, "size_bytes": 10**6, "p50_ms": times}
+    facts |= {"fp32_logit_difference": 0.1, "batch_logit_difference": 0.0}
+    return {**facts, "size_bytes": 10**6, "p50_ms": times}
 
 
 def test_the_fastest_within_the_bounds_wins() -> None:
@@ -50,6 +55,34 @@ def test_a_candidate_whose_answers_depend_on_the_batch_does_not_win() -> None:
     table = [row("fp32", 0, 10), row("dynamic", 0, 1, flips=0.001), row("static", 0, 3)]
     assert choose(table, BOUNDS) == "static"
     assert choose(table, replace(BOUNDS, max_label_flips=0.001)) == "dynamic"
+
+
+def test_a_candidate_whose_logits_depend_on_the_batch_does_not_win_because_no_flip_was_seen() -> None:
+    table = [row("fp32", 0, 10), row("dynamic", 0, 1) | {"batch_logit_difference": 0.13}, row("static", 0, 3)]
+    assert choose(table, BOUNDS) == "static"
+    table[2]["batch_logit_difference"] = 1e-5
+    assert choose(table, BOUNDS) == "static"
+    assert choose(table, replace(BOUNDS, max_label_flips=0.001)) == "dynamic"
+    message = r"nearest miss is dynamic: .* logits differ between batches by 1\.3e-01, the bound is 1e-05 where max_lab"
+    with pytest.raises(GateError, match=message):
+        choose(table[:2], BOUNDS)
+
+
+def test_logits_of_a_regression_without_a_range_differ_by_shares_of_their_spread(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    task = tiny.pair_task(labels=())
+    rows = encode(
+        tiny.examples(tmp_path / "examples", held_out=4, task=task),
+        "validation",
+        tiny.tokenizer(tmp_path / "tokenizer"),
+        tiny.MAX_TOKENS,
+        cache=tmp_path,
+    )
+    prices_NC = np.array([[1e5], [2e5], [3e5], [4e5]], np.float32)
+    monkeypatch.setattr(Scorer, "_by_composition", lambda *_: {"1": prices_NC, "8": prices_NC + 1})
+    scorer = Scorer(task, rows, prices_NC, 1, fp32=tmp_path, fp32_validation=rows)
+    assert scorer.row("static", tmp_path)["batch_logit_difference"] == pytest.approx(1 / prices_NC.std())
 
 
 def test_a_candidate_that_answers_otherwise_than_fp32_does_not_win_if_the_rows_can_show_it() -> None:
@@ -233,13 +266,44 @@ def test_the_search_for_harmful_products_ends_in_time(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    graph = onnx.load(models.path / "student" / "model.onnx")
-    monkeypatch.setattr(search, "most_harmful", lambda *_, **__: [item.name for item in products(graph)])
+    monkeypatch.setattr(Ranking, "by_harm", lambda self, names, **_: names)
     monkeypatch.setattr(search, "EXCLUSION_S", 0.0)
     with pytest.raises(GateError, match=r"static less 1.*do most harm in static: /") as caught:
         run(settings(max_metric_drop=0.05, max_excluded=2), line, models, tmp_path / "int8")
     assert "static less 2" not in str(caught.value)
     assert "no more than 1 products of static in fp32: time is up" in caplog.text
+
+
+@pytest.mark.usefixtures("hasty", "saturated")
+def test_products_are_ranked_again_beside_those_that_are_spared_and_each_kind_gives_its_hint(
+    line: Line, models: Artifact, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, asked = onnx.load(models.path / "student" / "model.onnx"), list[tuple[str, ...]]()
+    names = sorted(item.name for item in products(model))
+
+    def by_harm(_self: Any, left: list[str], *, spared: tuple[str, ...], **_: Any) -> list[str]:
+        asked.append(spared)
+        return sorted(left)
+
+    monkeypatch.setattr(Ranking, "by_harm", by_harm)
+    monkeypatch.setattr(Bounds, "faults", lambda *_: ["none holds"])
+    given = settings(candidates=("static", "per-row"), max_excluded=2)
+    hints = "".join(f"; the products that do most harm in {name}: {names[0]}, {names[1]}" for name in given.candidates)
+    with pytest.raises(GateError, match=re.escape(hints) + "$"):
+        run(given, line, models, tmp_path / "int8")
+    assert asked == [(), (names[0],)] * 2
+
+
+@pytest.mark.usefixtures("hasty")
+def test_the_column_of_the_vocabularys_texts_is_the_settings(line: Line, models: Artifact, tmp_path: Path) -> None:
+    texts = tmp_path / "texts.csv"
+    texts.write_text("review\na good film\n", encoding="utf-8")
+    given: dict[str, Any] = {"trim_vocabulary": True, "vocabulary_texts": (str(texts),)}
+    run(settings(**given, vocabulary_column="review"), line, models, tmp_path / "int8")
+    with pytest.raises(DataError, match="text"):
+        run(settings(**given), line, models, tmp_path / "other")
+    with pytest.raises(ValueError, match="vocabulary_column is 'review' and there are no vocabulary_texts"):
+        settings(vocabulary_column="review")
 
 
 @pytest.mark.usefixtures("hasty")
@@ -276,7 +340,7 @@ def test_the_stage_keeps_the_chosen_graph_alone(line: Line) -> None:
     made = Artifact.open(line.run / "7-quantize", kind="int8")
     assert [name for name in made.manifest["files"] if name.endswith(".onnx")] == ["model.onnx"]
     assert made.metrics["size_bytes"] == (made.path / "model.onnx").stat().st_size
-    assert made.metrics["scheme"] in ("static", "per-row", "dynamic")
+    assert made.metrics["scheme"] in ("static", "per-row")  # dynamic is the fastest, and depends on the batch
     assert set(made.metrics["validation_pairs"]) == {"student fp32", "teacher"}
 
 
@@ -346,4 +410,10 @@ def test_card_and_provenance_hold_the_measured_numbers(line: Line) -> None:
     assert f"scheme `{made.metrics['scheme']}`" in card.text
     provenance = json.loads((made.path / "provenance.json").read_text())
     assert provenance["labels"] == list(tiny.TASK.labels)
+    parents = made.manifest["parents"]
+    assert provenance["made_from"] == {
+        "data": "files in data",  # of the recipe's own, although the task is GLUE's
+        **{name: parents[name]["content"] for name in ("student", "teacher", "corpus")},
+    }
+    assert result.dataset_name == "files in data"
     assert provenance["made_for_cpu"] == machine.int8_cpu()

@@ -20,9 +20,10 @@ from compressor.config import Int8Candidate
 from compressor.dataset import Encoded, encode
 from compressor.errors import GateError
 from compressor.evaluate import OnnxPredictor
+from compressor.onnx_export import export_onnx
 from compressor.stages.quantize.calibration import BINS, Activation, calibrate, entropy_threshold, texts
 from compressor.stages.quantize.candidates import CANDIDATES, Dynamic, PerRow, Static
-from compressor.stages.quantize.exclusion import most_harmful
+from compressor.stages.quantize.exclusion import Ranking, likely_first
 from compressor.stages.quantize.rewriting import (
     products,
     quantize_columns,
@@ -161,6 +162,11 @@ def test_a_row_gets_the_same_logits_in_any_batch_unless_the_scheme_is_dynamic(
     assert (largest <= 1e-5) is exact
 
 
+def test_smoothing_with_a_method_that_it_would_not_use_is_refused() -> None:
+    with pytest.raises(ValueError, match="smooth is for the method min-max, and method is percentile"):
+        Static(smooth=True, method="percentile")
+
+
 def test_excluded_products_stay_in_fp32(teacher: Path, activations: Any, tmp_path: Path) -> None:
     spared = products(onnx.load(teacher / "model.onnx"))[0].name
     quantize_graph(teacher / "model.onnx", tmp_path / "model.onnx", Static(), activations, excluded=[spared])
@@ -293,13 +299,26 @@ def test_the_product_that_does_most_harm_is_found(
         quantize_graph(teacher / "model.onnx", target, Static(), seen, excluded=excluded, weight_bits=7)
 
     load, end_s = partial(OnnxPredictor, threads=1), time.monotonic() + 600
-    found = most_harmful(teacher / "model.onnx", write, load, rows["train"], tmp_path, 0, end_s=end_s)
+    names = likely_first([other.name for other in products(onnx.load(teacher / "model.onnx"))])
+    given: dict[str, Any] = {"source": teacher / "model.onnx", "write": write, "load": load, "scratch": tmp_path}
+    ranking = Ranking(**given, examples=rows["train"], seed=0)
+    found = ranking.by_harm(names[::-1], end_s=end_s)
     assert found[0] == item.name
-    assert len(found) == DENSE
-    assert f"quantize leaves each product in fp32 once {DENSE}/{DENSE}" in caplog.text
+    assert sorted(found) == sorted(names)
+    assert f"quantize ranks products to leave in fp32 (1) {DENSE}/{DENSE}" in caplog.text
     assert not list(tmp_path.iterdir())
-    assert len(most_harmful(teacher / "model.onnx", write, load, rows["train"], tmp_path, 0, end_s=0.0)) == 1
+    ranking.by_harm(found[1:], spared=(item.name,), end_s=end_s)
+    assert f"quantize ranks products to leave in fp32 (2) {DENSE - 1}/{DENSE - 1}" in caplog.text
+    assert ranking.by_harm(names, end_s=0.0) == names  # the first is tried, the others are as they came
     assert f"quantize tried 1 of {DENSE} products in the time" in caplog.text
+
+
+def test_second_products_of_the_last_feed_forward_parts_are_tried_first(teacher: Path) -> None:
+    names = [item.name for item in products(onnx.load(teacher / "model.onnx"))]
+    found = likely_first(names)
+    assert ["last" in name for name in found[:2]] == [True, False]
+    assert all("feed_forward/down" in name for name in found[:2])
+    assert sorted(found) == sorted(names)
 
 
 def test_dynamic_is_the_only_scheme_that_computes_ranges_of_a_batch(graphs: dict[Int8Candidate, Path]) -> None:
@@ -334,9 +353,22 @@ def test_characters_of_any_text_are_kept(letter: str) -> None:
     assert in_any_text(letter)
 
 
-@pytest.mark.parametrize("letter", ["東", "П", "ا", "ㅏ"])
-def test_letters_of_other_scripts_are_kept_only_if_they_are_used(letter: str) -> None:
-    assert not in_any_text(letter)
+def test_words_of_a_script_that_the_texts_use_can_be_spelt_after_a_trim(tmp_path: Path) -> None:
+    russian = "абвгдежзийклмнопрстуфхцчшщъыьэюя"
+    letters = (*russian, *(f"##{letter}" for letter in russian), "東", "α", "##α")
+    whole = load_tokenizer(tiny.checkpoint(tmp_path / "model", words=(*tiny.WORDS, "фильм", "сюжет", *letters)))
+    text, few = tmp_path / "texts.txt", tiny.encoded(tmp_path / "few", train=4)
+    text.write_text("фильм\n", encoding="utf-8")
+
+    def kept(*sources: str) -> set[str]:
+        return {whole.convert_ids_to_tokens(int(number)) for number in used_pieces(whole, few, sources)}
+
+    assert not kept() & set(letters)
+    assert set(letters) - kept(str(text)) == {"東", "α", "##α"}
+    assert "сюжет" not in kept(str(text))
+    export_onnx(tmp_path / "model", tmp_path / "onnx")
+    trim(tmp_path / "onnx", used_pieces(whole, few, (str(text),)), tmp_path / "trimmed")
+    assert load_tokenizer(tmp_path / "trimmed").tokenize("фильм сюжет") == ["фильм", "с", *(f"##{x}" for x in "южет")]
 
 
 def test_pieces_that_are_unknown_are_counted(teacher: Path, tmp_path: Path) -> None:
@@ -354,6 +386,9 @@ def test_pieces_of_more_text_are_kept(teacher: Path, tmp_path: Path) -> None:
     extra = next(word for word in tiny.WORDS if tokenizer.vocab[word] not in kept)
     text.write_text(f"{extra}\n", encoding="utf-8")
     assert set(used_pieces(tokenizer, few, (str(text),))) == {*kept, tokenizer.vocab[extra]}
+    table = tmp_path / "more.csv"
+    table.write_text(f"review\n{extra}\n", encoding="utf-8")
+    assert set(used_pieces(tokenizer, few, (str(table),), "review")) == {*kept, tokenizer.vocab[extra]}
 
 
 def test_a_column_times_100_harms_the_others_unless_columns_have_scales_of_their_own() -> None:
