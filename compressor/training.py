@@ -170,8 +170,8 @@ def _dtype(precision: Precision, device: torch.device) -> torch.dtype:
             raise ConfigError('precision is "bf16" and this GPU does not compute in it; use "fp16", "fp32" or "auto"')
         chosen = torch.bfloat16 if has_bf16 else torch.float16
     else:
-        available = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]  # torch's gap
-        chosen = torch.bfloat16 if available and torch.ops.mkldnn._is_mkldnn_bf16_supported() else torch.float32
+        is_available: Callable[[], bool] = torch.backends.mkldnn.is_available
+        chosen = torch.bfloat16 if is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported() else torch.float32
     return chosen if precision == "auto" else DTYPES[precision]
 
 
