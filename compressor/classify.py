@@ -12,7 +12,7 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from compressor import tables
+from compressor import table_writer, tables
 from compressor.errors import ConfigError, DataError
 from compressor.progress import Progress
 from serving.client import Classifier
@@ -79,7 +79,7 @@ def classify_file(
             progress.advance(len(batch))
 
     with closing(rows()) as made:
-        tables.write(out, made, like=source)
+        table_writer.write(out, made, like=source)
     progress.close()
     return facts
 
@@ -194,7 +194,7 @@ def _checked(source: Path, out: Path, columns: Columns, added: Sequence[str]) ->
     for where, fields in tables.records(source):
         count += 1
         tables.check_columns(where, fields, texts=columns.texts, added=added)
-        tables.check_cells(where, fields, out)
+        table_writer.check_cells(where, fields, out)
     if not count:
         raise DataError(f"{source} has no rows; give a file with a row for each text")
     return count

@@ -5,112 +5,16 @@ from __future__ import annotations
 from itertools import pairwise
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, StringConstraints, model_validator
+from pydantic import Field, model_validator
 
-from compressor.errors import ConfigError
 from compressor.machine import TargetCpu
-from compressor.tasks import Task, find_task
+from compressor.section import Fraction, Positive, Rate, Section, refuse_unused
+from compressor.tasks import TaskConfig, find_task
 from compressor.triton_releases import format_for
-
-Fraction = Annotated[float, Field(ge=0, le=1)]
-Positive = Annotated[int, Field(ge=1)]
-Rate = Annotated[float, Field(gt=0, lt=1)]
-Stripped = Annotated[str, StringConstraints(strip_whitespace=True)]
 
 STUDENT_INITS = ("project", "teacher-layers", "random", "general")
 ADAPT = "adapt"  # as augment.masked_lm: made here
 ENGLISH = "en"  # as augment.stop_words: the list that comes with the package
-
-
-class Section(BaseModel):
-    """Base of every section: frozen, and no key that is not listed."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
-
-
-Metric = Literal["accuracy", "f1", "matthews", "pearson", "spearman"]
-REGRESSION_METRICS = ("pearson", "spearman")
-OWN_MAX_TOKENS = 128
-
-
-class TaskConfig(Section):
-    """A GLUE task by name, or the user's own: then `columns` and `label` say what its files look like."""
-
-    name: Annotated[str, Field(pattern=r"^[a-z][a-z0-9_]*$")]
-    """A row of `compressor tasks`, or a name for the user's own."""
-    max_tokens: Annotated[int, Field(ge=8, le=512)] | None = None
-    """Longest input in word pieces; if not given, the task's own limit, or 128."""
-    columns: Annotated[tuple[str, ...], Field(min_length=1, max_length=2, strict=False)] | None = None
-    """One or two text columns of the user's files."""
-    label: str | None = None
-    """The column of the user's files that holds the label, or the number to predict."""
-    labels: Annotated[tuple[Stripped, ...], Field(min_length=2, strict=False)] | None = None
-    """Names of the user's labels; if not given, those that the training file holds, in alphabetical order, but for `f1`
-    the rarer one of two as the second."""
-    metric: Metric = "accuracy"
-    """What the user's models are chosen by; `f1` is that of the second of two labels, or the mean over more; `pearson`
-    and `spearman` make it a regression."""
-
-    @model_validator(mode="after")
-    def _is_known_or_described(self) -> TaskConfig:
-        try:
-            known = find_task(self.name)
-        except ConfigError as error:
-            if self.columns is None:  # pydantic puts it beside the other mistakes
-                raise ValueError(f"{error}; a task of your own needs columns and label") from error
-        else:
-            if (self.columns, self.label, self.labels, self.metric) != (None, None, None, "accuracy"):
-                raise ValueError(f"{known.name!r} is a GLUE task with its own columns; give your own another name")
-            return self
-        if self.label is None:
-            raise ValueError("label is missing: the column that holds the label")
-        if len({*self.columns, self.label}) < len(self.columns) + 1:
-            raise ValueError(f"columns are {list(self.columns)} and label is {self.label!r}; they must all differ")
-        if self.labels is not None and self.is_regression:
-            raise ValueError(f"metric {self.metric!r} is for numbers, and labels are given; drop one of them")
-        broken = [label for label in self.labels or () if not label.strip() or label.splitlines() != [label]]
-        if broken:
-            raise ValueError(f"labels hold {broken[0]!r}; each must be one line that is not empty")
-        if self.labels is not None and len({label.strip().casefold() for label in self.labels}) < len(self.labels):
-            raise ValueError(f"labels are {list(self.labels)}; they must differ in more than case")
-        return self
-
-    @property
-    def is_own(self) -> bool:
-        """Whether this is a task of the user's own."""
-        return self.columns is not None
-
-    @property
-    def is_regression(self) -> bool:
-        """Whether a task of the user's own predicts a number."""
-        return self.metric in REGRESSION_METRICS
-
-    def row(self) -> Task:
-        """The task. Raises ConfigError if the labels of the user's own are not known yet."""
-        if self.columns is None:
-            return find_task(self.name)
-        assert self.label is not None
-        if self.labels is None and not self.is_regression:
-            raise ConfigError(f"task.labels of {self.name!r} are not known; list them in the recipe's [task]")
-        return Task(
-            name=self.name,
-            columns=tuple((column,) for column in self.columns),
-            label_columns=(self.label,),
-            labels=self.labels or (),
-            metrics=(self.metric,),
-            max_tokens=self.max_tokens or OWN_MAX_TOKENS,
-        )
-
-
-def _refuse_unused(section: Section, names: tuple[str, ...], why: str) -> None:
-    """Raise ValueError if one of some settings, which have no use here, is not the default.
-
-    Not by `model_fields_set`: a recipe that was written down with its defaults is read again.
-    """
-    for name in names:
-        value, default = getattr(section, name), type(section).model_fields[name].default
-        if value != default:
-            raise ValueError(f"{name} is {value!r} and {why}, so it has no use; drop it")
 
 
 class CorpusConfig(Section):
@@ -229,7 +133,7 @@ class Imitation(Optimisation):
     @model_validator(mode="after")
     def _relations_have_heads(self) -> Imitation:
         if self.attention == "scores":
-            _refuse_unused(self, ("relation_heads",), 'attention is "scores", which are compared head by head')
+            refuse_unused(self, ("relation_heads",), 'attention is "scores", which are compared head by head')
         return self
 
 
@@ -283,7 +187,7 @@ class DistillConfig(Imitation):
     def _settings_are_of_the_objective(self) -> DistillConfig:
         inside, answers = ("attention", "relation_heads", "projection"), ("temperature",)
         unused = inside if self.objective == "prediction" else answers
-        _refuse_unused(self, unused, f"objective is {self.objective!r}")
+        refuse_unused(self, unused, f"objective is {self.objective!r}")
         return self
 
 
@@ -372,7 +276,7 @@ class QuantizeConfig(Section):
         if self.vocabulary_texts and not self.trim_vocabulary:
             raise ValueError("vocabulary_texts are given and trim_vocabulary is false; set it, or drop the texts")
         if not self.vocabulary_texts:
-            _refuse_unused(self, ("vocabulary_column",), "there are no vocabulary_texts")
+            refuse_unused(self, ("vocabulary_column",), "there are no vocabulary_texts")
         return self
 
 
@@ -443,7 +347,7 @@ class BuildConfig(Section):
             )
         if is_regression:
             for stage in self.distill:
-                _refuse_unused(stage, ("temperature",), f"{self.task.name} is a regression")
+                refuse_unused(stage, ("temperature",), f"{self.task.name} is a regression")
         kinds = [self.general.projection] if self.general is not None else []
         kinds += [stage.projection for stage in self.distill if stage.objective == "intermediate"]
         if ("per-layer", "shared") in pairwise(kinds):

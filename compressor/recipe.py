@@ -22,12 +22,11 @@ from compressor.config import (
     GeneralConfig,
     PublishConfig,
     QuantizeConfig,
-    Section,
     StudentConfig,
-    TaskConfig,
 )
 from compressor.errors import ConfigError, nearest
-from compressor.tasks import find_task
+from compressor.section import Section
+from compressor.tasks import TaskConfig, find_task
 
 RECIPES = ("auto", "laptop", "paper")
 

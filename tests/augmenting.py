@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from compressor import artifact, tables
+from compressor import artifact, table_writer, tables
 from compressor.artifact import Artifact
 from compressor.config import AugmentConfig
 from compressor.dataset import Example, read_examples, texts_of, write_examples
@@ -131,7 +131,7 @@ def run(
 
 def table(path: Path, rows: list[dict[str, Any]] = RECORDS) -> Path:
     """A file of these records, in the format that its name says."""
-    tables.write(path, iter(rows))
+    table_writer.write(path, iter(rows))
     return path
 
 

@@ -21,13 +21,13 @@ from numpy.typing import NDArray
 
 from compressor import artifact
 from compressor.artifact import Artifact
-from compressor.config import CorpusConfig, TaskConfig
+from compressor.config import CorpusConfig
 from compressor.dataset import Example, write_examples
 from compressor.errors import DataError, SourceError
 from compressor.rows import Row, Table, checked_rows, checked_text, column_of, is_missing, listed, no_answer, written
 from compressor.sources import check, hub_data, index_file, index_text
 from compressor.tables import SUFFIXES, dataset_records, kind_of, lines, records
-from compressor.tasks import Names, Task
+from compressor.tasks import Names, Task, TaskConfig
 
 log = logging.getLogger(__name__)
 TRAIN: Names = ("train",)  # name of the file or hub split

@@ -15,7 +15,7 @@ import pyarrow.parquet as pq
 import pytest
 from typer.testing import CliRunner
 
-from compressor import tables
+from compressor import table_writer, tables
 from compressor.classify import ROWS_AT_ONCE, Columns, answered, classify_file, classify_table
 from compressor.cli import app
 from compressor.errors import ConfigError, DataError
@@ -61,7 +61,7 @@ def late() -> FakeClient:
 def test_every_row_comes_back_in_order_with_its_columns(tmp_path: Path, suffix: str, to: str) -> None:
     rows = [{"id": str(n), "review": f"{'good' if n % 3 else 'bad'} {n}"} for n in range(5 * ROWS_AT_ONCE + 7)]
     source, out = tmp_path / f"in{suffix}", tmp_path / f"out{to}"
-    tables.write(source, rows)
+    table_writer.write(source, rows)
     facts = classify_file(source, out, Columns(text="review"), late, in_flight=3)
     assert facts == {"rows": len(rows), "refused": 0}
     found = [fields for _, fields in tables.records(out)]
@@ -74,7 +74,7 @@ def test_every_row_comes_back_in_order_with_its_columns(tmp_path: Path, suffix: 
 def test_a_refused_row_says_why_and_its_neighbours_are_answered(tmp_path: Path) -> None:
     texts: list[Any] = ["good"] * 40
     texts[3], texts[17], texts[39] = " ", None, "bad"
-    tables.write(tmp_path / "in.jsonl", ({"t": text, "label": 1} for text in texts))
+    table_writer.write(tmp_path / "in.jsonl", ({"t": text, "label": 1} for text in texts))
     columns = Columns(text="t", prefix="model_")
     assert classify_file(tmp_path / "in.jsonl", tmp_path / "out.parquet", columns, fake) == {"rows": 40, "refused": 2}
     table = pq.read_table(tmp_path / "out.parquet").to_pydict()
@@ -156,14 +156,14 @@ def test_few_requests_find_the_bad_texts() -> None:
 def test_a_table_that_does_not_fit_is_refused_before_anything_is_asked(
     tmp_path: Path, row: dict[str, Any], columns: Columns, message: str
 ) -> None:
-    tables.write(tmp_path / "in.jsonl", [row])
+    table_writer.write(tmp_path / "in.jsonl", [row])
     with pytest.raises(DataError, match=message):
         classify_file(tmp_path / "in.jsonl", tmp_path / "out.csv", columns, fake)
     assert not (tmp_path / "out.csv").exists()
 
 
 def test_model_and_columns_must_fit(tmp_path: Path) -> None:
-    tables.write(tmp_path / "in.jsonl", [{"a": "x", "b": "y"}])
+    table_writer.write(tmp_path / "in.jsonl", [{"a": "x", "b": "y"}])
     with pytest.raises(ConfigError, match="reads single texts; leave the column 'b' out"):
         classify_file(tmp_path / "in.jsonl", tmp_path / "out.csv", Columns(text="a", text_b="b"), fake)
     with pytest.raises(ConfigError, match="the model reads pairs, and 'a' is one column"):
@@ -171,7 +171,7 @@ def test_model_and_columns_must_fit(tmp_path: Path) -> None:
 
 
 def test_a_server_that_goes_ends_the_work_and_leaves_no_file(tmp_path: Path) -> None:
-    tables.write(tmp_path / "in.jsonl", [{"t": f"good {n}"} for n in range(300)])
+    table_writer.write(tmp_path / "in.jsonl", [{"t": f"good {n}"} for n in range(300)])
 
     def gone(text: Text) -> str:
         if text == "good 200":
@@ -244,7 +244,7 @@ def test_a_real_server_answers_a_file(tmp_path: Path, protocol: str) -> None:
     write(score_model(tmp_path / "score"), tmp_path / "repository")
     ports: dict[str, Any] = {name: free_port() for name in ("http_port", "grpc_port", "metrics_port")}
     rows = [{"a": "good film", "b": "bad"}, {"a": "", "b": "good"}, {"a": "bad bad", "b": "good"}] * 30
-    tables.write(tmp_path / "in.parquet", rows)
+    table_writer.write(tmp_path / "in.parquet", rows)
     with TritonServer(tmp_path / "repository", **ports) as server:
         url = server.grpc_url if protocol == "grpc" else server.http_url
         run = ["classify-file", str(tmp_path / "in.parquet"), str(tmp_path / "out.csv"), "--url", url]

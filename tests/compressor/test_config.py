@@ -10,11 +10,10 @@ from compressor.config import (
     BuildConfig,
     CorpusConfig,
     StudentConfig,
-    TaskConfig,
 )
 from compressor.errors import ConfigError
 from compressor.recipe import load_recipe, read_recipe, recipe_text
-from compressor.tasks import TASKS
+from compressor.tasks import TASKS, TaskConfig
 
 LAPTOP = recipe_text("sst2", "laptop")
 

@@ -1,4 +1,4 @@
-"""Rows of files: headers, class labels by name, and that no more is read than is asked for."""
+"""Rows of files, read and written: headers, class labels by name, and that no more is read than is asked for."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from compressor import tables
+from compressor import table_writer
 from compressor.errors import DataError
-from compressor.tables import Form, check_cells, dataset_records, lines, records, write
+from compressor.table_writer import Form, check_cells, write
+from compressor.tables import dataset_records, lines, records
 
 COLA = ("source", "label", "mark", "sentence")
 
@@ -223,7 +224,7 @@ def test_a_parquet_file_keeps_the_types_of_another_and_names_class_labels(tmp_pa
 
 
 def test_a_value_of_another_type_than_the_first_ones_is_named(monkeypatch, tmp_path):
-    monkeypatch.setattr(tables, "ROWS_SEEN", 2)
+    monkeypatch.setattr(table_writer, "ROWS_SEEN", 2)
     with pytest.raises(DataError, match=r"a row after 2 does not fit its columns' types \(.*\); write .jsonl"):
         write(tmp_path / "x.parquet", [{"n": 1}, {"n": 2}, {"n": "three"}])
     assert not list(tmp_path.iterdir())
@@ -245,8 +246,8 @@ def form_of(out, *rows, like=None) -> Form:
 
 @pytest.mark.parametrize("at_once", [1, 2, 100])
 def test_the_types_of_a_parquet_file_come_from_all_rows(at_once, monkeypatch, tmp_path):
-    monkeypatch.setattr(tables, "ROWS_AT_ONCE", at_once)
-    monkeypatch.setattr(tables, "ROWS_SEEN", 1)
+    monkeypatch.setattr(table_writer, "ROWS_AT_ONCE", at_once)
+    monkeypatch.setattr(table_writer, "ROWS_SEEN", 1)
     rows: list[dict] = [{"a": None, "b": 1, "c": [1]}, {"a": "text", "b": 2.5, "c": []}, {"c": None, "b": 3, "a": None}]
     schema = form_of(tmp_path / "x.parquet", *rows).schema()
     assert schema == pa.schema([("a", pa.string()), ("b", pa.float64()), ("c", pa.list_(pa.int64()))])
@@ -257,7 +258,7 @@ def test_the_types_of_a_parquet_file_come_from_all_rows(at_once, monkeypatch, tm
 @pytest.mark.parametrize("at_once", [1, 2, 100])
 @pytest.mark.parametrize("value", ["three", True, 2**70, {"n": 1}])
 def test_a_row_that_fits_no_type_of_a_parquet_file_is_named(value, at_once, monkeypatch, tmp_path):
-    monkeypatch.setattr(tables, "ROWS_AT_ONCE", at_once)
+    monkeypatch.setattr(table_writer, "ROWS_AT_ONCE", at_once)
     with pytest.raises(DataError, match=r"line 3 does not fit its columns' types \(.*\); write .jsonl"):
         form_of(tmp_path / "x.parquet", {"n": None}, {"n": 2}, {"n": value}, {"n": 4}).schema()
 

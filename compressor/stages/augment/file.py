@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import pyarrow as pa
 
-from compressor import __version__, artifact, tables
+from compressor import __version__, artifact, table_writer, tables
 from compressor.config import ENGLISH, AugmentConfig
 from compressor.dataset import Example, write_examples
 from compressor.errors import ConfigError, DataError
@@ -91,7 +91,7 @@ def augment_file(
         from compressor.checkpoints import label_names
 
         labels = label_names(teacher)
-    form = tables.Form(out, source)
+    form = table_writer.Form(out, source)
     _check(source, columns, labels, form, regression=config.regression)
     schema = form.schema()
     if schema is not None:
@@ -112,7 +112,7 @@ def augment_file(
         with closing(_made(source, columns, blocks)) as made:
             bound = config.max_disagreement
             kept = made if judge is None or bound is None else _kept(made, judge, bound)
-            written = tables.write(out, (row.fields for row in kept), schema=schema)
+            written = table_writer.write(out, (row.fields for row in kept), schema=schema)
         told = counted(blocks)
     found = metrics_of(told, blocks.rows, config.copies)
     facts = {"rows": found["original_rows"], "asked_rows": found["asked_rows"], "made_rows": found["rows"]}
@@ -123,7 +123,9 @@ def augment_file(
     return {**facts, "written_rows": written}
 
 
-def _check(source: Path, columns: Columns, labels: tuple[str, ...], form: tables.Form, *, regression: bool) -> None:
+def _check(
+    source: Path, columns: Columns, labels: tuple[str, ...], form: table_writer.Form, *, regression: bool
+) -> None:
     """Read a table once, and its form. Raises DataError where a row cannot be augmented, or not be written."""
     is_empty, known = True, {label.casefold() for label in labels}
     for where, fields in tables.records(source):

@@ -11,7 +11,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from compressor import tables
+from compressor import table_writer
 from compressor.config import AugmentConfig
 from compressor.errors import ConfigError, DataError, ModelError
 from compressor.stages.augment import blocks, engine, stage
@@ -162,7 +162,7 @@ def test_mistakes_of_types_are_named_before_any_work(
 def test_a_column_that_is_empty_for_long_has_its_type_all_the_same(
     tmp_path: Path, config: AugmentConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tables, "ROWS_SEEN", 1)
+    monkeypatch.setattr(table_writer, "ROWS_SEEN", 1)
     rows = [{"review": "good film", "n": value} for value in (None, 1, 2.5)]
     augment_file(table(tmp_path / "in.jsonl", rows), tmp_path / "out.parquet", REVIEW, config, seed=0)
     assert {row["n"] for row in read(tmp_path / "out.parquet")} == {None, 1.0, 2.5}

@@ -14,10 +14,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from compressor.config import CorpusConfig, TaskConfig
+from compressor.config import CorpusConfig
 from compressor.errors import DataError, SourceError
 from compressor.stages.corpus import find_labels, read_source
-from compressor.tasks import TASKS
+from compressor.tasks import TASKS, TaskConfig
 from tests.compressor.stages.test_corpus_tasks import all_rows, hub, read
 
 __all__ = ["hub"]  # fixtures

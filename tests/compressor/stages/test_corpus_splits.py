@@ -15,11 +15,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from compressor.config import CorpusConfig, TaskConfig
+from compressor.config import CorpusConfig
 from compressor.errors import DataError
 from compressor.rows import Row
 from compressor.stages.corpus import Split, _hold_out, read_source
-from compressor.tasks import TASKS, Task
+from compressor.tasks import TASKS, Task, TaskConfig
 from tests.compressor.stages.test_corpus import HARD, MANY, SPLITS, SST2, make, rows_of, write
 
 # ---- splits

@@ -12,11 +12,11 @@ import pyarrow.parquet as pq
 import pytest
 
 from compressor.artifact import Artifact
-from compressor.config import CorpusConfig, TaskConfig
+from compressor.config import CorpusConfig
 from compressor.dataset import read_examples, task_of, texts_of
 from compressor.errors import DataError, SourceError
 from compressor.stages.corpus import corpus, read_source
-from compressor.tasks import TASKS, Task
+from compressor.tasks import TASKS, Task, TaskConfig
 
 Rows = Sequence[tuple[tuple[str, ...], float]]
 
