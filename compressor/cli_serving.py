@@ -31,7 +31,10 @@ def serve(
         str, typer.Option("--host", help="Address to listen on; another than loopback lets other machines in.")
     ] = "127.0.0.1",
     timeout_s: Annotated[float, typer.Option("--timeout", help="Seconds to wait for the models.")] = 120.0,
-    log: Annotated[Path | None, typer.Option("--log", help="File for the server's log, a JSON object a line.")] = None,
+    log: Annotated[
+        Path | None,
+        typer.Option("--log", help="File for the server's log, a JSON object a line; rotate it by `copytruncate`."),
+    ] = None,
 ) -> None:
     """Start Triton on loopback, wait until every model is ready, and serve until Ctrl-C.
 
@@ -57,8 +60,8 @@ def serve(
         is_ready = True
         typer.echo(f"ready: {', '.join(names)}")
         typer.echo(f"HTTP {server.http_url}, gRPC {server.grpc_url}, metrics {server.metrics_url}")
-        if host in ("0.0.0.0", "::", "[::]"):
-            typer.echo(f"other machines may reach it at the same ports: it listens on {host}")
+        if server.host in ("0.0.0.0", "::"):
+            typer.echo(f"other machines may reach it at the same ports: it listens on {server.host}")
         asked = [name for name in names if (versions.read_marker(repository / name) or {}).get("role") != "student"]
         for name in asked:
             if number := versions.waiting(repository / name):

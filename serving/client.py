@@ -165,6 +165,7 @@ class Client:
     def _facts_of(self, version: str) -> "ModelFacts":
         """Return the facts of a version that has answered; raise StaleFactsError if it is gone since."""
         if self._facts is None or self._facts.version != version:
+            # Before it is asked: whatever fails, `labels` must not be those of the version before.
             self._facts = None
             try:
                 self._facts = self._transport.facts(self._served._replace(version=version))

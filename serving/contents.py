@@ -78,7 +78,7 @@ def _cascade(
         marker={"role": "cascade"},
         files={
             **_files(student, triton.to_text(config)),
-            "model.py": _code("cascade.py"),
+            "model.py": code("cascade.py"),
             CASCADE: facts,
             EXPECTED: _expected(texts, answers),
         },
@@ -122,7 +122,7 @@ def _graph(model: ServedModel, source: Source, name: str) -> Content:
     files: dict[str, Path | bytes] = {"model.onnx": model.onnx}
     if model.runtime == "embedded":
         config = triton.runner_config(model, name=name, inputs=source.inputs, warmups=requests)
-        files["model.py"] = _code("runner.py")
+        files["model.py"] = code("runner.py")
     else:
         config = triton.graph_config(model, name=name, inputs=source.inputs, warmups=requests)
     if model.gpu_onnx is not None:
@@ -204,7 +204,7 @@ def _text_files(model: ServedModel, config: str, source: Source) -> dict[str, Pa
     answers = files_of(model, pad_id=source.pad_id).answers(model.warmup_texts)
     return {
         **_files(model, config),
-        "model.py": _code("model.py"),
+        "model.py": code("model.py"),
         "tokenizer.json": model.tokenizer,
         EXPECTED: _expected(model.warmup_texts, answers),
     }
@@ -220,7 +220,8 @@ def _files(model: ServedModel, config: str) -> dict[str, Path | bytes]:
     return {**({"labels.txt": labels} if labels else {}), "config.pbtxt": config.encode()}
 
 
-def _code(module: str) -> bytes:
+def code(module: str) -> bytes:
+    """Return a module of `serving.entry`, as it stands in the version folder of a model."""
     return resources.files("serving.entry").joinpath(module).read_bytes()
 
 

@@ -15,6 +15,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from serving import addresses
 from serving.errors import StartError
 
 if TYPE_CHECKING:
@@ -29,7 +30,6 @@ SERVED = ".compressor-served"
 is."""
 
 _FILE = "control.json"
-_HERE = ("localhost", "0.0.0.0", "::", "[::]")
 _TIMEOUT_S = 300.0
 
 
@@ -165,27 +165,28 @@ def is_held(run: Path) -> bool:
     return False
 
 
-def reached(host: str) -> str:
-    """Return the host at which this machine reaches what listens on `host`: loopback for all addresses, or its name."""
-    return "127.0.0.1" if host in _HERE else host
-
-
 def find_control(grpc_url: str) -> Control:
     """Return how to control the server of this user at host:port.
 
-    Raises StartError if none of them listens there, or if the folder that would say so is somebody else's.
+    Raises StartError if none of them listens there, or if the folder that would say so is somebody else's, and
+    ServingError if that is no address.
     """
-    host, _, port = grpc_url.rpartition(":")
-    known = []
-    for file in base_folder().glob(f"*/{_FILE}"):
+    from serving.exchange import address_of
+
+    host, _, port = address_of(grpc_url, "grpc", _TIMEOUT_S).rpartition(":")
+    wanted, known, base = addresses.at(addresses.resolved(host), port), [], base_folder()
+    for file in base.glob(f"*/{_FILE}"):
         try:
             control = Control(**json.loads(file.read_text()))
         except (OSError, ValueError, TypeError):
             continue
+        # What a killed server left is not to be asked: who listens at its port now would be told the key.
+        if not is_held(file.parent):
+            continue
         known.append(control.grpc_url)
-        if control.grpc_url == f"{reached(host)}:{port}":
+        if control.grpc_url == wanted:
             return control
     raise StartError(
         f"no server of yours that `compressor serve` started listens at {grpc_url}; "
-        f"{f'these do: {known}' if known else 'start one'}"
+        f"{f'these do: {known}' if known else f'start one, or set TMPDIR as it was at its start: {base} names none'}"
     )

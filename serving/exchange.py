@@ -1,5 +1,6 @@
 """What the clients have in common: texts are checked and encoded, and answers get their types."""
 
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -136,6 +137,25 @@ def answers(facts: "ModelFacts", texts: Sequence[Text], columns: Sequence[list[l
         probabilities = dict(zip(facts.labels, row, strict=True))
         found.append(classification(text, facts.labels[row.index(score)], score, probabilities, is_cut))
     return found
+
+
+def check_answers(answers: Sequence[Answer], labels: Sequence[str], count: int) -> None:
+    """Raise ServingError unless there are `count` answers that the model can give.
+
+    Each is a known label with its probabilities or, where there are no labels, a finite number.
+    """
+    if len(answers) != count:
+        raise ServingError(f"{count} texts got {len(answers)} answers")
+    for answer in answers:
+        if isinstance(answer, Regression):
+            if labels or not math.isfinite(answer.value):
+                raise ServingError(f"value {answer.value} is no answer of a model with the labels {list(labels)}")
+            continue
+        total = math.fsum(answer.probabilities.values())
+        if answer.label not in labels:
+            raise ServingError(f"label {answer.label!r} is none of {list(labels)}")
+        if not abs(total - 1) < 1e-3 or answer.score != max(answer.probabilities.values()):
+            raise ServingError(f"score {answer.score} does not fit probabilities {list(answer.probabilities.values())}")
 
 
 def classification(

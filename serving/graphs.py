@@ -1,5 +1,6 @@
 """Compares an ONNX graph with the configuration that serves it, as Triton's onnxruntime backend would."""
 
+import json
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -92,6 +93,9 @@ def graph_faults(file: Path, config: pb.ModelConfig, release: str | None, *, in_
         yield f"{file.name} keeps weights in a second file, which is not published with it"
     if any(tensor.data_type == pb.TYPE_STRING for tensor in config.input):
         yield from _text_model_faults(file, model, config)
+        sent, taken = config.parameters.get("inputs"), [tensor.name for tensor in inputs]
+        if sent is not None and sorted(json.loads(sent.string_value)) != sorted(taken):
+            yield f"the parameter inputs is {sent.string_value}; {file.name} takes {taken}"
         return
     yield from _name_faults("input", [tensor.name for tensor in config.input], [tensor.name for tensor in inputs])
     yield from _name_faults(

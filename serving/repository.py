@@ -24,7 +24,7 @@ from pathlib import Path
 from serving import versions
 from serving.cascade import Cascade
 from serving.contents import contents_of
-from serving.control import is_served
+from serving.control import SERVED, is_served
 from serving.errors import RepositoryError
 from serving.model import Runtime, ServedModel
 from serving.versions import MARKER, PARTIAL, Content, read_marker
@@ -58,7 +58,11 @@ def write(
             _refuse_foreign(root)
             for content in contents:
                 _refuse_unfit(root / content.name, student.runtime)
-            return _publish(contents, root, hold=is_served(root))
+            written = _publish(contents, root, hold=is_served(root))
+            # By whoever can write here: the user of a server may only be able to read, and so to lock, what is there.
+            if not (root / SERVED).exists():
+                (root / SERVED).touch()
+            return written
     except OSError as error:
         raise RepositoryError(
             f"cannot write the model repository {root}: {error.strerror or error}"

@@ -17,8 +17,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import BinaryIO, Self
 
-from serving import supervisor
-from serving.control import HEADER, RESTRICTED, SERVED, Control, base_folder, is_held, reached
+from serving import addresses, supervisor
+from serving.control import HEADER, RESTRICTED, SERVED, Control, base_folder, is_held
 from serving.errors import DeadlineError, StartError, UnavailableError
 from serving.repository import settle
 from serving.versions import WAITING, read_marker
@@ -41,9 +41,13 @@ log = logging.getLogger(__name__)
 
 
 def free_port(host: str = "127.0.0.1") -> int:
-    """Return a port that is free on `host` now; nothing reserves it until a server takes it."""
-    with socket.socket() as probe:
-        probe.bind((host, 0))
+    """Return a port that is free on `host` now; nothing reserves it until a server takes it.
+
+    Raises StartError if the host has no address.
+    """
+    address = addresses.resolved(host)
+    with socket.socket(addresses.family_of(address)) as probe:
+        probe.bind((address, 0))
         return int(probe.getsockname()[1])
 
 
@@ -69,11 +73,12 @@ class TritonServer:
     ) -> None:
         """Describe a server; nothing starts yet.
 
-        `log` receives what the server says, appended, one JSON object a line; None keeps it in a temporary file until
-        the server stops.
+        `host` is an address to listen on, or the name of one; 0.0.0.0 and :: are all of version 4 or 6. `log` receives
+        what the server says, appended, one JSON object a line; None keeps it in a temporary file until the server
+        stops. Raises StartError if the host has no address.
         """
         self.repository = repository
-        self.host = host
+        self.host = addresses.resolved(host)
         self.http_port, self.grpc_port, self.metrics_port = http_port, grpc_port, metrics_port
         self._wanted_log = log
         self._log: BinaryIO | None = None
@@ -96,17 +101,17 @@ class TritonServer:
     @property
     def http_url(self) -> str:
         """host:port of HTTP, as this machine reaches it."""
-        return f"{reached(self.host)}:{self.http_port}"
+        return addresses.at(self.host, self.http_port)
 
     @property
     def grpc_url(self) -> str:
         """host:port of gRPC, as this machine reaches it."""
-        return f"{reached(self.host)}:{self.grpc_port}"
+        return addresses.at(self.host, self.grpc_port)
 
     @property
     def metrics_url(self) -> str:
         """Address of the metrics page, as this machine reaches it."""
-        return f"http://{reached(self.host)}:{self.metrics_port}/metrics"
+        return f"http://{addresses.at(self.host, self.metrics_port)}/metrics"
 
     @property
     def pid(self) -> int | None:
@@ -131,9 +136,7 @@ class TritonServer:
         run, *locks = _new_run()
         log = (self._wanted_log or run / "triton.log").absolute()
         try:
-            # A repository that cannot be written to is not published to either.
-            with contextlib.suppress(OSError):
-                locks.append(_lock_served(self.repository))
+            locks += _lock_served(self.repository)
             log.parent.mkdir(parents=True, exist_ok=True)
             log.touch()
             # Kept open: the supervisor removes the run folder, and what a dead server said must still be readable.
@@ -268,6 +271,9 @@ class TritonServer:
         """Return what the log says from a place on, and where it goes on: its last line may be half written."""
         if self._log is None:
             return [], start
+        # Rotated by copy and truncation: what comes now stands before the place.
+        if os.fstat(self._log.fileno()).st_size < start:
+            start = self._log_start = 0
         self._log.seek(start)
         whole, end, _ = self._log.read().rpartition(b"\n")
         lines = []
@@ -320,7 +326,7 @@ class TritonServer:
             raise StartError(f"the ports {ports} must be three different ones")
         for name, port in ports.items():
             # The server would share the gRPC port with another one; this probe, which does not ask to share, finds it.
-            with socket.socket() as probe:
+            with socket.socket(addresses.family_of(self.host)) as probe:
                 probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
                 try:
                     probe.bind((self.host, port))
@@ -332,6 +338,7 @@ class TritonServer:
                     ) from error
 
     def _command(self, binary: Path, backends: Path, shared_memory: str) -> list[str]:
+        http, grpc = addresses.spelt(self.host)
         return [
             str(binary),
             f"--model-repository={self.repository.absolute()}",
@@ -353,11 +360,11 @@ class TritonServer:
             # An idle connection of a client that did not close it makes the server wait this long.
             f"--exit-timeout-secs={_EXIT_TIMEOUT_S}",
             "--allow-gpu-metrics=false",
-            f"--http-address={self.host}",
+            f"--http-address={http}",
             f"--http-port={self.http_port}",
-            f"--grpc-address={self.host}",
+            f"--grpc-address={grpc}",
             f"--grpc-port={self.grpc_port}",
-            f"--metrics-address={self.host}",
+            f"--metrics-address={http}",
             f"--metrics-port={self.metrics_port}",
         ]
 
@@ -367,7 +374,7 @@ class TritonServer:
             with _LOCAL.open(f"http://{self.http_url}/v2/health/ready", timeout=5):
                 pass
             # Triton opens its metrics last, after it has called itself ready.
-            socket.create_connection((reached(self.host), self.metrics_port), timeout=5).close()
+            socket.create_connection((addresses.reached(self.host), self.metrics_port), timeout=5).close()
             url = f"http://{self.http_url}/v2/repository/index"
             with _LOCAL.open(urllib.request.Request(url, b"{}", {HEADER: self._key}), timeout=5) as answer:
                 models = json.load(answer)
@@ -418,8 +425,19 @@ def _remove_leftovers(base: Path) -> None:
             supervisor.remove(run)
 
 
-def _lock_served(repository: Path) -> int:
-    """Return a descriptor that says, for as long as a process has it, that a repository is served."""
-    descriptor = os.open(repository / SERVED, os.O_RDONLY | os.O_CREAT, 0o644)
-    fcntl.flock(descriptor, fcntl.LOCK_SH)
-    return descriptor
+def _lock_served(repository: Path) -> list[int]:
+    """Return a descriptor that says, for as long as a process has it, that a repository is served; none if none can."""
+    file = repository / SERVED
+    try:
+        # Who publishes makes it, and may be another user: then it can be opened here, and not made.
+        descriptor = os.open(file, os.O_RDONLY | (0 if file.exists() else os.O_CREAT), 0o644)
+        fcntl.flock(descriptor, fcntl.LOCK_SH)
+    except OSError as error:
+        log.warning(
+            "%s cannot be locked (%s): a version that is published while this server runs goes live without a deploy "
+            "if the server dies; publish with it stopped, or let it write there",
+            file,
+            error.strerror,
+        )
+        return []
+    return [descriptor]

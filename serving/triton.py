@@ -60,7 +60,7 @@ def text_config(
     config = _base(model, name, instances, warmups)
     if model.response_cache:
         config.response_cache.enable = True
-    _add_texts(config, model)
+    add_texts(config, is_pair=model.pair, labels=model.labels)
     parameters = {
         "inputs": json.dumps(source.inputs),
         "intra_op_threads": str(threads),
@@ -86,8 +86,8 @@ def cascade_config(
     Its inputs and outputs are the entry model's, and ESCALATED bool [1]: whether the teacher answered.
     """
     config = _base(student, f"{student.name}_cascade", CASCADE_INSTANCES, ())
-    _add_texts(config, student)
-    config.output.add(name="ESCALATED", data_type=pb.TYPE_BOOL, dims=[1])
+    add_texts(config, is_pair=student.pair, labels=student.labels)
+    add_escalated(config)
     parameters = {
         "labels": json.dumps(student.labels),
         "teacher_labels": json.dumps(teacher.labels),
@@ -111,7 +111,7 @@ def runner_config(
     config = _base(model, name, 1, warmups)
     for tensor in inputs:
         config.input.add(name=tensor, data_type=pb.TYPE_INT64, dims=[-1])
-    _add_numbers(config, "logits", model)
+    _add_numbers(config, "logits", model.labels)
     _set_parameters(config, {"intra_op_threads": str(instances * threads), "max_tokens": str(model.max_tokens)})
     return config
 
@@ -125,7 +125,7 @@ def graph_config(
     config.default_model_filename = "model.onnx"
     for tensor in inputs:
         config.input.add(name=tensor, data_type=pb.TYPE_INT64, dims=[-1])
-    _add_numbers(config, "logits", model)
+    _add_numbers(config, "logits", model.labels)
     # The graph's own level of optimization stays: the backend's default is all of it.
     _set_parameters(
         config, {"intra_op_thread_count": str(threads), "inter_op_thread_count": "1", "execution_mode": "0"}
@@ -193,21 +193,27 @@ def parameters_of(config: pb.ModelConfig) -> dict[str, str]:
     return {name: parameter.string_value for name, parameter in config.parameters.items()}
 
 
-def _add_texts(config: pb.ModelConfig, model: ServedModel) -> None:
-    """Add the inputs and outputs of a model that takes texts."""
-    for tensor in TEXTS if model.pair else TEXTS[:1]:
+def add_texts(config: pb.ModelConfig, *, is_pair: bool, labels: Sequence[str]) -> None:
+    """Add the inputs and outputs of a model that takes texts; no labels are a regression."""
+    for tensor in TEXTS if is_pair else TEXTS[:1]:
         config.input.add(name=tensor, data_type=pb.TYPE_STRING, dims=[1])
-    if model.labels:
+    if labels:
         config.output.add(name="LABEL", data_type=pb.TYPE_STRING, dims=[1])
         config.output.add(name="SCORE", data_type=pb.TYPE_FP32, dims=[1])
-    _add_numbers(config, "PROBABILITIES" if model.labels else "VALUE", model)
+    _add_numbers(config, "PROBABILITIES" if labels else "VALUE", labels)
     config.output.add(name="TRUNCATED", data_type=pb.TYPE_BOOL, dims=[1])
 
 
-def _add_numbers(config: pb.ModelConfig, name: str, model: ServedModel) -> None:
+def add_escalated(config: pb.ModelConfig) -> None:
+    """Add the output that a cascade has besides."""
+    config.output.add(name="ESCALATED", data_type=pb.TYPE_BOOL, dims=[1])
+
+
+def _add_numbers(config: pb.ModelConfig, name: str, labels: Sequence[str]) -> None:
     """Add an output of one float32 for each label, or of one without a name for a regression."""
-    labels = LABELS_FILE if model.labels else ""
-    config.output.add(name=name, data_type=pb.TYPE_FP32, dims=[model.outputs], label_filename=labels)
+    config.output.add(
+        name=name, data_type=pb.TYPE_FP32, dims=[len(labels) or 1], label_filename=LABELS_FILE if labels else ""
+    )
 
 
 def _base(

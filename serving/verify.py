@@ -7,7 +7,7 @@ publishes (their tokenizer, their checksums, which model opens the graph of whic
 import json
 import math
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
 from typing import NamedTuple
@@ -15,7 +15,9 @@ from typing import NamedTuple
 from tritonclient.grpc import model_config_pb2 as pb
 
 from serving import triton, versions
+from serving.code_faults import code_faults
 from serving.errors import RepositoryError
+from serving.fields import unknown_fields
 from serving.graphs import graph_faults, listed_release
 from serving.repository import unpaired
 from serving.versions import read_manifest, read_marker
@@ -28,7 +30,7 @@ _FILES = {"python": "model.py", "onnxruntime": "model.onnx"}
 _OTHER_FOLDERS = ("warmup", versions.CONFIGS)
 _ANY_GPUS = 1024
 _COUNTS = ("intra_op_thread_count", "inter_op_thread_count", "execution_mode")
-_NUMBERS = ("max_tokens", "pad_id")
+_NUMBERS = ("intra_op_threads", "max_batch_tokens", "max_tokens", "pad_id")
 _NAMES = ("labels", "teacher_labels", "inputs")
 _ACCELERATORS = {"gpu": ("tensorrt", "cuda"), "cpu": ("openvino",)}
 _ITEM_BYTES = {
@@ -61,15 +63,19 @@ def verify(root: Path, *, release: str | None = None, gpus: int | None = None) -
         listed_release(release)  # refuses what is none
     if not root.is_dir():
         raise RepositoryError(f"model repository {root} is no folder; run `compressor publish`, or name another")
-    folders = sorted(path for path in root.iterdir() if path.is_dir())
+    try:
+        folders = sorted(path for path in root.iterdir() if path.is_dir())
+    except OSError as error:
+        raise RepositoryError(f"cannot read the model repository {root}: {error.strerror or error}") from error
     if not folders:
         raise RepositoryError(f"model repository {root} holds no model; run `compressor publish`, or name another")
     devices = len(list(Path("/dev").glob("nvidia[0-9]*"))) if gpus is None else gpus
     found = [
-        Finding(folder.name, place, fault) for folder in folders for place, fault in _model(folder, release, devices)
+        Finding(folder.name, place, fault)
+        for folder in folders
+        for place, fault in _readable(folder, _model(folder, release, devices))
     ]
-    markers = {path.name: marker for path in folders if (marker := read_marker(path))}
-    return found + [Finding("", ".", fault) for fault in unpaired(root, markers)]
+    return found + [Finding("", place, fault) for place, fault in _readable(root, _pair_faults(root, folders))]
 
 
 def served_versions(folder: Path, config: pb.ModelConfig) -> list[int]:
@@ -111,6 +117,21 @@ def asked_faults(folder: Path, config: pb.ModelConfig) -> Iterator[str]:
         theirs = _names(triton.parameters_of(other).get("labels", ""))
         if None not in (ours, theirs) and ours != theirs:
             yield f"the model takes the answers of {asked} for {ours}, in this order; they are {theirs}"
+
+
+def _readable(folder: Path, found: Iterator[tuple[str, str]]) -> Iterator[tuple[str, str]]:
+    """Yield (place, fault) of a folder as they are found, up to a file that cannot be read, which is the last fault."""
+    try:
+        yield from found
+    except OSError as error:
+        place = os.path.relpath(error.filename or folder, folder)
+        yield place, f"cannot be read: {error.strerror or error}"
+
+
+def _pair_faults(root: Path, folders: Sequence[Path]) -> Iterator[tuple[str, str]]:
+    markers = {path.name: marker for path in folders if (marker := read_marker(path))}
+    for fault in unpaired(root, markers):
+        yield ".", fault
 
 
 def _model(folder: Path, release: str | None, gpus: int) -> Iterator[tuple[str, str]]:
@@ -162,6 +183,8 @@ def _parameter_faults(config: pb.ModelConfig) -> Iterator[str]:
             yield f'the parameter {name} is {value!r}; it must be names, as JSON: ["no", "yes"]'
         if name in _NUMBERS and not (value.isascii() and value.isdigit()):
             yield f"the parameter {name} is {value!r}; it must be a number as string_value"
+        if name == "threshold" and not _is_float(value):
+            yield f"the parameter threshold is {value!r}; it must be a number as string_value"
         if name == "onnx" and _format(value, "1") is None:
             yield f"the parameter onnx is {value!r}; it must be a path, with {{version}} for the number of the version"
 
@@ -173,6 +196,14 @@ def _names(value: str) -> list[str] | None:
     except ValueError:
         return None
     return found if isinstance(found, list) and all(isinstance(name, str) for name in found) else None
+
+
+def _is_float(value: str) -> bool:
+    try:
+        float(value)
+    except ValueError:
+        return False
+    return True
 
 
 def _format(path: str, version: str) -> str | None:
@@ -205,6 +236,8 @@ def _config_faults(folder: Path, config: pb.ModelConfig, release: str | None) ->
             if not tensor.dims or any(dim == 0 or dim < -1 for dim in tensor.dims):
                 yield f"{kind} {tensor.name} has dims {list(tensor.dims)}; each must be -1 or at least 1"
     yield from _label_faults(folder, config)
+    for field in unknown_fields(config):
+        yield f"{field} is set, which is not checked here: a server may refuse it, or answer otherwise; leave it out"
 
 
 def _backend(config: pb.ModelConfig) -> str:
@@ -232,6 +265,8 @@ def _device_faults(config: pb.ModelConfig, gpus: int) -> Iterator[str]:
             absent = [gpu for gpu in group.gpus if gpu >= gpus]
             if absent or not gpus:
                 yield f"instance_group is KIND_GPU with the GPUs {list(group.gpus)}; the server will find {gpus}"
+        elif group.gpus:
+            yield f"instance_group names the GPUs {list(group.gpus)} and is not KIND_GPU, which a server refuses"
         if group.count < 1:
             yield "instance_group has no count: Triton chooses one, and each instance takes all cores"
     if not config.instance_group:
@@ -248,8 +283,20 @@ def _warmup_faults(folder: Path, config: pb.ModelConfig) -> Iterator[str]:
         for name, given in sorted(warmup.inputs.items()):
             if name in inputs and given.data_type != inputs[name].data_type:
                 yield f"warm-up {warmup.name} gives {name} as {pb.DataType.Name(given.data_type)}"
+            if name in inputs and not _fit(given.dims, inputs[name].dims):
+                yield (
+                    f"warm-up {warmup.name} gives {name} the dims {list(given.dims)}; "
+                    f"the input has {list(inputs[name].dims)}"
+                )
             if given.WhichOneof("input_data_type") == "input_data_file":
                 yield from _data_faults(folder / "warmup" / given.input_data_file, given, warmup.name)
+
+
+def _fit(given: Sequence[int], dims: Sequence[int]) -> bool:
+    """Say whether an input takes a row of some dimensions."""
+    return len(given) == len(dims) and all(
+        mine > 0 and dim in (-1, mine) for mine, dim in zip(given, dims, strict=True)
+    )
 
 
 def _data_faults(file: Path, given: pb.ModelWarmup.Input, warmup: str) -> Iterator[str]:
@@ -304,6 +351,8 @@ def _file_faults(version: Path, config: pb.ModelConfig, release: str | None) -> 
     name = config.default_model_filename or _FILES.get(backend, "")
     if not (version / name).is_file():
         yield f"{name} is missing"
+    elif backend == "python":
+        yield from code_faults(version / name, config)
     graph = _graph(version, config, backend)
     if graph is not None and not graph.is_file():
         if graph != version / name:

@@ -12,7 +12,7 @@ if grep -qs '^response_cache' "$models"/*/config.pbtxt; then
     set -- --cache-config=local,size=67108864 "$@"
 fi
 
-# All addresses of the container; who may reach them is decided outside.
+# All addresses of the container; who may reach them is decided outside. Not a name: Triton's HTTP takes none.
 address="${ADDRESS:-0.0.0.0}"
 
 # Says whether a model's process has died and was left lying. As the first process of a container the server inherits

@@ -2,8 +2,8 @@
 
 import json
 import os
+import re
 import signal
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,27 +11,26 @@ from typing import Any
 
 import onnx
 import pytest
-from typer.testing import CliRunner
 
 from compressor import cli_serving, machine
-from compressor.cli import app, main
 from serving import TritonServer, free_port, repository, versions
 from tests.serving.conftest import tiny_model
+from tests.tiny import Ended, main, sentence
 
 
 def test_a_sound_repository_passes_and_a_damaged_one_fails_with_its_faults(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     root = published(tmp_path)
-    assert run(monkeypatch, "verify", root) == 0
-    assert capsys.readouterr().out == f"{root}: nothing is wrong\n"
+    assert main(monkeypatch, capsys, "verify", root) == (0, f"{root}: nothing is wrong\n", "")
     (root / "sst2" / "labels.txt").write_text("no\nyes\n")
-    assert run(monkeypatch, "verify", root) == 1
-    shown = capsys.readouterr()
-    assert "the parameter `labels` and labels.txt differ" in shown.out
-    assert f"error: model repository {root} has 2 faults; correct or publish it again" in shown.err
-    assert run(monkeypatch, "verify", root, "--json") == 1
-    rows = json.loads(capsys.readouterr().out)
+    code, out, err = main(monkeypatch, capsys, "verify", root)
+    assert code == 1
+    assert "the parameter `labels` and labels.txt differ" in out
+    assert f"error: model repository {root} has 2 faults; correct or publish it again" in err
+    code, out, _ = main(monkeypatch, capsys, "verify", root, "--json")
+    assert code == 1
+    rows = json.loads(out)
     assert {row["model"] for row in rows} == {"sst2"}
     assert len(rows) == 2
 
@@ -56,28 +55,26 @@ def test_models_made_for_more_cores_are_told(tmp_path: Path, monkeypatch: pytest
 
 
 @pytest.mark.triton
-def test_status_deploy_and_rollback(server: TritonServer, tmp_path: Path) -> None:
-    runner, url = CliRunner(), ("--url", server.grpc_url)
-    assert runner.invoke(app, ["verify", str(server.repository), *url]).exit_code == 0
-    shown = runner.invoke(app, ["status", *url]).stdout.splitlines()
+def test_status_deploy_and_rollback(
+    server: TritonServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def command(*arguments: object) -> Ended:
+        return main(monkeypatch, capsys, *arguments, "--url", server.grpc_url)
+
+    assert command("verify", server.repository).code == 0
+    shown = command("status").out.splitlines()
     assert shown[0].split()[:4] == ["model", "version", "newest", "state"]
     assert [line.split()[:4] for line in shown[1:]] == [[name, "1", "1", "READY"] for name in ("sst2", "sst2_student")]
-    deployed = runner.invoke(app, ["deploy", *url])
-    assert deployed.stdout == "sst2 answers with version 1 already\n"
+    assert command("deploy").out == "sst2 answers with version 1 already\n"
     published(tmp_path, root=server.repository, labels=("bad", "good"))
-    (row,) = [
-        row for row in json.loads(runner.invoke(app, ["status", "--json", *url]).stdout) if row["model"] == "sst2"
-    ]
+    (row,) = [row for row in json.loads(command("status", "--json").out) if row["model"] == "sst2"]
     assert (row["version"], row["published"]) == (1, 2)
-    absent = runner.invoke(app, ["deploy", "3", *url])
-    assert absent.exit_code == 1
-    assert str(absent.exception).endswith("sst2 holds no version 3; it has 1, 2")
-    deployed = runner.invoke(app, ["deploy", "2", *url])
-    assert deployed.stdout == (
+    assert sentence(command("deploy", 3)).endswith("sst2 holds no version 3; it has 1, 2")
+    assert command("deploy", 2).out == (
         "sst2 answers with version 2, before with 1; 2 stored texts were answered as they must be\n"
     )
-    back = runner.invoke(app, ["rollback", "--json", *url])
-    assert json.loads(back.stdout) == {"model": "sst2", "before": 2, "after": 1, "smoked": 2}
+    back = json.loads(command("rollback", "--json").out)
+    assert back == {"model": "sst2", "before": 2, "after": 1, "smoked": 2}
 
 
 def test_rollback_of_a_repository_needs_no_server(
@@ -87,24 +84,21 @@ def test_rollback_of_a_repository_needs_no_server(
     published(tmp_path, root=root, labels=("bad", "good"))
     with monkeypatch.context() as served:
         served.setattr("serving.control.is_served", lambda repository: repository == root)
-        assert run(monkeypatch, "rollback", "--repository", root) == 1
-        assert f"error: a server serves {root} now; name its --url instead" in capsys.readouterr().err
-    assert run(monkeypatch, "rollback", "--repository", root) == 0
+        done = main(monkeypatch, capsys, "rollback", "--repository", root)
+        assert f"error: a server serves {root} now; name its --url instead" in sentence(done)
     said = f"sst2 is at version 1 again, from the next start of a server of {root}\n"
-    assert capsys.readouterr().out == said
+    assert main(monkeypatch, capsys, "rollback", "--repository", root)[:2] == (0, said)
     published(tmp_path, root=root, labels=("worse", "better"))
-    assert run(monkeypatch, "rollback", "--repository", root, "--json") == 0
-    assert json.loads(capsys.readouterr().out) == {"model": "sst2", "after": 1}
-    assert run(monkeypatch, "rollback", "--repository", root) == 1
-    assert "has no version before 1" in capsys.readouterr().err
+    done = main(monkeypatch, capsys, "rollback", "--repository", root, "--json")
+    assert (done.code, json.loads(done.out)) == (0, {"model": "sst2", "after": 1})
+    assert "has no version before 1" in sentence(main(monkeypatch, capsys, "rollback", "--repository", root))
 
 
 @pytest.mark.triton
 def test_a_page_without_a_teacher_is_refused(
     server: TritonServer, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert run(monkeypatch, "ui", "--url", server.grpc_url) == 1
-    said = capsys.readouterr().err
+    said = sentence(main(monkeypatch, capsys, "ui", "--url", server.grpc_url))
     assert "error: teacher and student of sst2 are not both served (" in said
     assert "'sst2_teacher' is not found; check name," in said
     assert "; publish with publish.teacher on" in said
@@ -141,7 +135,7 @@ def test_a_change_that_is_told_to_end_undoes_what_it_began(
 
     monkeypatch.setattr("serving.control.find_control", lambda _: None)
     monkeypatch.setattr(f"serving.operations.{change}", begin)
-    assert run(monkeypatch, change) == 130
+    assert main(monkeypatch, capsys, change).code == 130
     assert undone == [change]
     # Who started it with `nohup` wants it to go on without a terminal.
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
@@ -158,8 +152,9 @@ def test_a_server_that_is_stopped_before_it_is_ready_was_interrupted(
     root = published(tmp_path)
     monkeypatch.setattr(TritonServer, "start", lambda _: None)
     monkeypatch.setattr(TritonServer, "wait_ready", interrupted)
-    assert run(monkeypatch, "serve", root) == 130
-    assert "stopping\n" in capsys.readouterr().err
+    code, _, err = main(monkeypatch, capsys, "serve", root)
+    assert code == 130
+    assert "stopping\n" in err
 
 
 def test_serve_undoes_what_a_killed_deploy_left(
@@ -173,23 +168,16 @@ def test_serve_undoes_what_a_killed_deploy_left(
     monkeypatch.setattr(TritonServer, "start", lambda _: None)
     monkeypatch.setattr(TritonServer, "wait_ready", lambda *_: None)
     monkeypatch.setattr(TritonServer, "wait", lambda _: None)
-    assert run(monkeypatch, "serve", root) == 0
-    assert "version 2 of sst2 waits for `compressor deploy --model sst2`" in capsys.readouterr().out
+    done = main(monkeypatch, capsys, "serve", root)
+    assert done.code == 0
+    assert "version 2 of sst2 waits for `compressor deploy --model sst2`" in done.out
 
 
 def test_no_server_is_one_sentence(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(monkeypatch, "status", "--url", "127.0.0.1:1") == 1
-    assert "error: no server of yours that `compressor serve` started listens at 127.0.0.1:1" in capsys.readouterr().err
-    assert run(monkeypatch, "ui", "--url", "127.0.0.1:1") == 1
-    assert "error: no server answers at 127.0.0.1:1 (" in capsys.readouterr().err
-
-
-def run(monkeypatch: pytest.MonkeyPatch, *arguments: object) -> int:
-    """Run the command line in this process; return its exit code."""
-    monkeypatch.setattr(sys, "argv", ["compressor", *map(str, arguments)])
-    with pytest.raises(SystemExit) as ended:
-        main()
-    return int(ended.value.code or 0)
+    said = sentence(main(monkeypatch, capsys, "status", "--url", "127.0.0.1:1"))
+    assert "error: no server of yours that `compressor serve` started listens at 127.0.0.1:1" in said
+    said = sentence(main(monkeypatch, capsys, "ui", "--url", "127.0.0.1:1"))
+    assert "error: no server answers at 127.0.0.1:1 (" in said
 
 
 def published(folder: Path, *, root: Path | None = None, labels: tuple[str, str] = ("negative", "positive")) -> Path:
@@ -203,11 +191,12 @@ def test_files_for_the_official_container_are_written_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = tmp_path / "deploy"
-    assert run(monkeypatch, "deploy-files", folder) == 0
-    assert f"{folder}/README.md says how to use them" in capsys.readouterr().out
+    code, out, _ = main(monkeypatch, capsys, "deploy-files", folder)
+    assert code == 0
+    assert f"{folder}/README.md says how to use them" in out
     assert (folder / "start.sh").stat().st_mode & 0o111
-    assert run(monkeypatch, "deploy-files", folder) == 1
-    assert "is there and not an empty folder; name another" in capsys.readouterr().err
+    said = sentence(main(monkeypatch, capsys, "deploy-files", folder))
+    assert "is there and not an empty folder; name another" in said
 
 
 @pytest.mark.parametrize(
@@ -232,3 +221,15 @@ def test_graphs_made_for_another_processor_are_told(
     found = cli_serving.foreign_graphs(tmp_path)
     assert len(found) == len(said)
     assert all(words in warning for words, warning in zip(said, found, strict=True))
+
+
+def test_no_server_is_said_in_a_sentence(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    done = main(monkeypatch, capsys, "classify", "a good film", "--url", f"127.0.0.1:{free_port()}")
+    assert re.search(r"error: .*127\.0\.0\.1.*compressor serve", sentence(done))
+
+
+def test_standard_input_that_is_no_text_is_refused(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    done = main(monkeypatch, capsys, "classify", "-", stdin=b"a good film\n\xff\xfe\n")
+    assert "standard input, line 2: not UTF-8" in sentence(done)

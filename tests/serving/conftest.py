@@ -6,6 +6,7 @@ import sys
 import tempfile
 import time
 import types
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
@@ -240,6 +241,22 @@ def load_entry(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
         return model
 
     return load
+
+
+class Spy:
+    """A tokenizer that counts, by method, the characters that it is given."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self.read = Counter[str]()
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        def spied(given: Any, **options: Any) -> Any:
+            rows = [given] if isinstance(given, str) else given
+            self.read[name] += sum(len(text) for row in rows for text in ((row,) if isinstance(row, str) else row))
+            return getattr(self._tokenizer, name)(given, **options)
+
+        return spied
 
 
 def ports() -> dict[str, int]:

@@ -6,7 +6,6 @@ import signal
 import socket
 import subprocess
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -30,9 +29,14 @@ from tests.serving.conftest import classification
 
 @pytest.fixture(scope="module")
 def server(kit: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[TritonServer]:
-    """A server of one tiny model, which takes 4 texts at once."""
+    """A server of a tiny model, which takes 4 texts at once, and of one that fails on each text with "film"."""
     folder = tmp_path_factory.mktemp("aio")
     write(kit.tiny_model(folder / "model"), folder / "repository")
+    weights = kit.WEIGHTS.copy()
+    weights[kit.WORDS.index("film")] = np.inf
+    onnx = kit.write_graph(folder / "infinite.onnx", weights=weights)
+    failing = kit.tiny_model(folder / "model", name="failing", onnx=onnx, warmup_texts=())
+    write(failing, folder / "repository")
     with TritonServer(folder / "repository", **kit.ports()) as started:
         yield started
 
@@ -244,33 +248,27 @@ def test_a_closed_client_says_so(protocol: Any) -> None:
 
 
 @pytest.mark.triton
-def test_a_request_on_which_the_model_fails_is_not_sent_again(kit: Any, tmp_path: Path) -> None:
-    weights = kit.WEIGHTS.copy()
-    weights[kit.WORDS.index("film")] = np.inf
-    onnx = kit.write_graph(tmp_path / "infinite.onnx", weights=weights)
-    write(kit.tiny_model(tmp_path / "model", onnx=onnx, warmup_texts=()), tmp_path / "repository")
-    with TritonServer(tmp_path / "repository", **kit.ports()) as server:
+def test_a_request_on_which_the_model_fails_is_not_sent_again(server: TritonServer) -> None:
+    async def ask() -> None:
+        async with AsyncClient(server.grpc_url, model="failing", retries=3) as client:
+            await client.classify(["film"])
 
-        async def ask() -> None:
-            async with AsyncClient(server.grpc_url, retries=3) as client:
-                await client.classify(["film"])
+    def ask_in_turn(url: str, protocol: Any) -> None:
+        with Client(url, model="failing", protocol=protocol, retries=3) as client:
+            assert client.classify(["good"])
+            client.classify(["film"])
 
-        def ask_in_turn(url: str, protocol: Any) -> None:
-            with Client(url, protocol=protocol, retries=3) as client:
-                assert client.classify(["good"])
-                client.classify(["film"])
-
-        for fail in (
-            lambda: asyncio.run(ask()),
-            lambda: ask_in_turn(server.grpc_url, "grpc"),
-            lambda: ask_in_turn(server.http_url, "http"),
-        ):
-            with pytest.raises(ServingError, match="failed on the request: the model answered a number") as found:
-                fail()
-            assert type(found.value) is ServingError
-        (row,) = [row for row in server.control.statistics() if row["name"] == "sst2"]
-        # Two good ones, and each bad one once: Triton counts a request that the model itself refuses as answered.
-        assert int(row["inference_stats"]["success"]["count"]) == 2 + 3
+    for fail in (
+        lambda: asyncio.run(ask()),
+        lambda: ask_in_turn(server.grpc_url, "grpc"),
+        lambda: ask_in_turn(server.http_url, "http"),
+    ):
+        with pytest.raises(ServingError, match="failed on the request: the model answered a number") as found:
+            fail()
+        assert type(found.value) is ServingError
+    (row,) = [row for row in server.control.statistics() if row["name"] == "failing"]
+    # Two good ones, and each bad one once: Triton counts a request that the model itself refuses as answered.
+    assert int(row["inference_stats"]["success"]["count"]) == 2 + 3
 
 
 @pytest.mark.triton

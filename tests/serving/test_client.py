@@ -1,11 +1,13 @@
 """The client against sockets that misbehave, and the fake. `test_server` asks a real server."""
 
+import math
 import re
 import socket
 import subprocess
 import sys
 import threading
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any, Literal
 
 import pytest
@@ -13,6 +15,7 @@ from tritonclient.utils import InferenceServerException
 
 import serving
 from serving import (
+    Answer,
     Classification,
     Classifier,
     Client,
@@ -26,7 +29,7 @@ from serving import (
     UnavailableError,
     free_port,
 )
-from serving.exchange import MOST_CHANGES
+from serving.exchange import MOST_CHANGES, check_answers
 from serving.transport import Answered, ModelFacts, Served, border
 
 Protocol = Literal["http", "grpc"]
@@ -259,6 +262,20 @@ def test_a_version_that_is_gone_when_it_is_asked_for_its_labels_is_not_believed(
     assert server.calls.count("infer") == MOST_CHANGES
 
 
+def test_labels_are_never_those_of_a_version_before_the_one_that_answered(monkeypatch: pytest.MonkeyPatch) -> None:
+    client, server = client_of("1", "2")
+    assert labels_of(client, "x") == ["b"]
+
+    def be_late(model: Served) -> ModelFacts:
+        raise DeadlineError("late")
+
+    with monkeypatch.context() as late:
+        late.setattr(server, "facts", be_late)
+        with pytest.raises(DeadlineError):
+            client.classify(["x"])
+    assert client.labels == ("b", "a")
+
+
 def test_texts_that_another_version_takes_are_sent_again() -> None:
     client, server = client_of("1", "3")
     assert labels_of(client, "x") == ["b"]
@@ -268,6 +285,42 @@ def test_texts_that_another_version_takes_are_sent_again() -> None:
     with pytest.raises(RequestError, match=r"^texts 2 to 2: TEXT is empty$"):
         client.classify(["x", "x", ""])
     assert server.calls == ["infer", "infer", "facts"]
+
+
+def label(name: str, score: float, *probabilities: float) -> Classification:
+    given = dict(zip(("negative", "positive"), probabilities, strict=True))
+    return Classification(text="a", label=name, score=score, probabilities=given)
+
+
+@pytest.mark.parametrize(
+    ("answer", "labels", "count", "sentence"),
+    [
+        (label("positive", 0.75, 0.25, 0.75), ("negative", "positive"), 1, ""),
+        (label("other", 0.75, 0.25, 0.75), ("negative", "positive"), 1, "label 'other' is none of ['negative', 'pos"),
+        (label("positive", 0.75, 0.25, 0.75), ("negative", "positive"), 2, "2 texts got 1 answers"),
+        (
+            label("positive", 0.25, 0.25, 0.75),
+            ("negative", "positive"),
+            1,
+            "score 0.25 does not fit probabilities [0.2",
+        ),
+        (label("positive", 0.75, 0.5, 0.75), ("negative", "positive"), 1, "score 0.75 does not fit probabilities [0.5"),
+        (label("positive", math.nan, math.nan, 0.5), ("negative", "positive"), 1, "score nan does not fit probabili"),
+        (Regression(text="a", pair="b", value=2.5), (), 1, ""),
+        (Regression(text="a", pair="b", value=math.nan), (), 1, "value nan is no answer of a model with the labels []"),
+        (
+            Regression(text="a", value=2.5),
+            ("negative", "positive"),
+            1,
+            "value 2.5 is no answer of a model with the lab",
+        ),
+    ],
+)
+def test_what_cannot_be_an_answer_is_an_error(
+    answer: Answer, labels: tuple[str, ...], count: int, sentence: str
+) -> None:
+    with pytest.raises(ServingError, match=re.escape(sentence)) if sentence else nullcontext():
+        check_answers([answer], labels, count)
 
 
 def test_missing_library_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -112,7 +112,7 @@ def test_the_autoscaler_asks_for_the_metric_that_the_adapter_gives(files: Path) 
     )
     (rule,), (metric,) = adapter["rules"]["custom"], autoscaler["spec"]["metrics"]
     assert metric["pods"]["metric"]["name"] == rule["name"]["as"]
-    # What Prometheus itself records under this name is the same, and the alerts ask for nothing else.
+    # What Prometheus itself records under this name is the same, and the alerts ask for nothing of ours beside it.
     rules = [each for group in alerts["groups"] for each in group["rules"]]
     recorded = {each["record"]: each["expr"] for each in rules if "record" in each}
     assert set(recorded) == {rule["name"]["as"]}
@@ -120,7 +120,11 @@ def test_the_autoscaler_asks_for_the_metric_that_the_adapter_gives(files: Path) 
     assert "".join(plain.split()) == "".join(recorded[rule["name"]["as"]].split())
     for alert in rules:
         if "alert" in alert:
-            assert alert["expr"].split()[0].partition("{")[0] in {*recorded, "up"}
+            assert set(re.findall(r"\btriton_\w+", alert["expr"])) <= set(recorded)
+    failing = next(each for each in rules if each.get("alert") == "TritonFailing")
+    assert {"nv_inference_request_failure", "nv_inference_request_success"} == set(
+        re.findall(r"\bnv_\w+", failing["expr"])
+    )
 
 
 def test_all_files_mean_the_same_places_and_versions(files: Path) -> None:
@@ -138,13 +142,19 @@ def test_all_files_mean_the_same_places_and_versions(files: Path) -> None:
     assert {"deploy/*", "deploy/kubernetes/*"} <= set(project["tool"]["setuptools"]["package-data"]["serving"])
 
 
-@pytest.fixture
-def started(kit: Any, files: Path, tmp_path: Path) -> Iterator[tuple["subprocess.Popen[bytes]", dict[str, int], Path]]:
-    """The script of the image, with the installed server in place of the container's: its process, ports and log."""
-    write(kit.tiny_model(tmp_path / "model", response_cache=True), tmp_path / "models")
+@pytest.fixture(scope="module")
+def started(
+    kit: Any, files: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[tuple["subprocess.Popen[bytes]", dict[str, int], Path]]:
+    """The script of the image, with the installed server in place of the container's: its process, ports and log.
+
+    The last test ends it.
+    """
+    folder = tmp_path_factory.mktemp("started")
+    write(kit.tiny_model(folder / "model", response_cache=True), folder / "models")
     wheel = find_wheel()
-    binary, backends = prepare_binary(wheel, tmp_path), prepare_backends(wheel, tmp_path)
-    programs = tmp_path / "programs"
+    binary, backends = prepare_binary(wheel, folder), prepare_backends(wheel, folder)
+    programs = folder / "programs"
     programs.mkdir()
     (programs / "tritonserver").write_text(
         f"#!/bin/sh\nexec {binary} --backend-directory={backends} --cache-directory={wheel.caches} "
@@ -155,11 +165,11 @@ def started(kit: Any, files: Path, tmp_path: Path) -> Iterator[tuple["subprocess
     variables |= {
         "PATH": f"{programs}:{variables['PATH']}",
         "ADDRESS": "127.0.0.1",
-        "MODELS": str(tmp_path / "models"),
+        "MODELS": str(folder / "models"),
     }
     ports = {name: free_port() for name in ("http", "grpc", "metrics")}
     command = [str(files / "start.sh"), *(f"--{name}-port={port}" for name, port in ports.items())]
-    log = tmp_path / "log"
+    log = folder / "log"
     with log.open("wb") as output:
         process = subprocess.Popen(command, env=variables, stdout=output, stderr=output, start_new_session=True)
     try:

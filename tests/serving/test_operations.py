@@ -18,7 +18,6 @@ import pytest
 
 from serving import (
     Client,
-    DeadlineError,
     RepositoryError,
     RequestError,
     ServingError,
@@ -159,10 +158,9 @@ def test_who_publishes_waits_for_a_deployment(served: Served, monkeypatch: pytes
 @pytest.mark.parametrize(
     ("error", "prefix"),
     [
+        # One that makes a version unfit and one that does not; `test_killed` has all of them.
         (RequestError("no memory"), versions.WITHDRAWN),
-        (ServingError("the server failed"), versions.WITHDRAWN),
         (UnavailableError("no server answers"), versions.WAITING),
-        (DeadlineError("too late"), versions.WAITING),
     ],
 )
 def test_a_load_that_fails_leaves_the_old_version_on_disk_and_server(

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from serving import ModelError, RepositoryError, ServedModel, read, rollback, triton, versions, write
-from serving.control import is_served
+from serving.control import SERVED, is_served
 
 
 @pytest.fixture
@@ -37,7 +37,7 @@ def test_layout_of_a_first_publication(make_model: Callable[..., ServedModel], r
     )
     entry, student = {"model.py", "tokenizer.json", "expected.json"}, {"model.py", "model.onnx"}
     expected = {f"{model}/{name}" for model in ("sst2", "sst2_student", "sst2_teacher") for name in shared}
-    expected |= {f"sst2/1/{name}" for name in version | entry}
+    expected |= {f"sst2/1/{name}" for name in version | entry} | {SERVED}
     expected |= {f"sst2_student/1/{name}" for name in version | student}
     expected |= {f"sst2_teacher/1/{name}" for name in version | entry | student}
     assert names == expected

@@ -1,5 +1,6 @@
 """Starting and stopping: what is refused before the start, and what is left behind."""
 
+import errno
 import fcntl
 import os
 import re
@@ -10,7 +11,7 @@ import sys
 import tempfile
 import time
 import urllib.request
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,11 +26,12 @@ from serving import (
     free_port,
     operations,
     runtime,
+    supervisor,
     versions,
     wheel,
     write,
 )
-from serving.control import Control, find_control, is_served, reached, served_at
+from serving.control import Control, find_control, is_served, served_at
 from serving.verify import verify
 from tests.serving.conftest import publish, regions, wait_until
 
@@ -157,6 +159,23 @@ def test_leftovers_are_removed_but_not_what_is_alive(kit: Any, temporary: Path) 
         Path("/dev/shm", f"{alive.name}-region").unlink()
 
 
+def test_a_log_that_was_truncated_is_read_from_its_start(tmp_path: Path) -> None:
+    def line(message: str, source: str) -> str:
+        return f'{{"level": "error", "source": "{source}", "message": "{message}"}}\n'
+
+    server, file = TritonServer(tmp_path), tmp_path / "log"
+    file.write_text(line("from before", "") * 9)
+    with file.open("rb") as server._log:
+        server._log_start = server._log_seen = file.stat().st_size
+        assert server.deaths() == []
+        file.write_text(line("it died", supervisor.SOURCE))
+        assert server.deaths() == ["it died"]
+        assert server.log_tail() == "it died"
+        with file.open("a") as more:
+            more.write(line("again", supervisor.SOURCE))
+        assert server.deaths() == ["it died", "again"]
+
+
 def test_server_that_is_not_started_says_so(tmp_path: Path) -> None:
     server = TritonServer(tmp_path)
     server.stop()
@@ -264,44 +283,57 @@ def test_a_served_repository_says_so_whatever_tmpdir_is(
     assert not is_served(root)
 
 
-@pytest.mark.triton
-def test_a_server_of_all_addresses_is_reached_on_loopback(
-    kit: Any, make_model: Callable[..., ServedModel], tmp_path: Path, temporary: Path
-) -> None:
-    write(make_model(), tmp_path / "repository")
-    with TritonServer(tmp_path / "repository", host="0.0.0.0", **kit.ports()) as server:
-        assert server.grpc_url == f"127.0.0.1:{server.grpc_port}"
-        assert served_at(tmp_path / "repository") == server.grpc_url
-        for host in ("127.0.0.1", "localhost", "0.0.0.0"):
-            assert find_control(f"{host}:{server.grpc_port}") == server.control
-        assert operations.deploy(server.control, "sst2").after == 1
-
-
-def test_addresses_of_this_machine_are_loopback() -> None:
-    assert {reached(host) for host in ("0.0.0.0", "::", "[::]", "localhost", "127.0.0.1")} == {"127.0.0.1"}
-    assert reached("192.0.2.1") == "192.0.2.1"
+@pytest.fixture(scope="module")
+def everywhere(kit: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[TritonServer]:
+    """A server that listens on all addresses, of a model whose answers are kept."""
+    folder = tmp_path_factory.mktemp("everywhere")
+    write(kit.tiny_model(folder / "model", response_cache=True), folder / "repository")
+    with TritonServer(folder / "repository", host="0.0.0.0", **kit.ports()) as server:
+        yield server
 
 
 @pytest.mark.triton
-def test_a_server_whose_metrics_cannot_be_read_is_not_ready(
-    kit: Any, make_model: Callable[..., ServedModel], tmp_path: Path, temporary: Path
+def test_a_server_of_all_addresses_is_reached_on_loopback(everywhere: TritonServer) -> None:
+    assert everywhere.grpc_url == f"127.0.0.1:{everywhere.grpc_port}"
+    assert served_at(everywhere.repository) == everywhere.grpc_url
+    for host in ("127.0.0.1", "localhost", "0.0.0.0"):
+        assert find_control(f"{host}:{everywhere.grpc_port}") == everywhere.control
+    assert operations.deploy(everywhere.control, "sst2").after == 1
+
+
+def test_a_server_that_cannot_write_to_its_repository_locks_it(
+    make_model: Callable[..., ServedModel], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    write(make_model(), tmp_path / "repository")
-    with TritonServer(tmp_path / "repository", **kit.ports()) as server:
-        server.metrics_port = free_port()
-        with pytest.raises(DeadlineError, match=r"not ready after 0\.5 s"):
-            server.wait_ready(0.5)
+    root = tmp_path / "repository"
+    write(make_model(), root)
+    real = os.open
+
+    def reads_only(path: Any, flags: int, *mode: int) -> int:
+        if flags & os.O_CREAT:
+            raise PermissionError(errno.EACCES, "Permission denied")
+        return real(path, flags, *mode)
+
+    monkeypatch.setattr(os, "open", reads_only)
+    (lock,) = runtime._lock_served(root)
+    try:
+        assert is_served(root)
+    finally:
+        os.close(lock)
+
+
+def test_a_server_that_cannot_lock_its_repository_says_what_that_means(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert runtime._lock_served(tmp_path / "absent") == []
+    assert "cannot be locked (No such file or directory): a version that is published while" in caplog.text
 
 
 @pytest.mark.triton
-def test_repeated_requests_are_answered_from_the_cache_where_it_is_on(
-    kit: Any, make_model: Callable[..., ServedModel], tmp_path: Path, temporary: Path
-) -> None:
-    write(make_model(response_cache=True), tmp_path / "repository")
-    with TritonServer(tmp_path / "repository", **kit.ports()) as server, Client(server.grpc_url) as client:
+def test_repeated_requests_are_answered_from_the_cache_where_it_is_on(everywhere: TritonServer) -> None:
+    with Client(everywhere.grpc_url) as client:
         first, again, other = (client.classify([text])[0] for text in ("good film", "good film", "bad film"))
         assert first == again != other
-        with urllib.request.urlopen(server.metrics_url) as page:
+        with urllib.request.urlopen(everywhere.metrics_url) as page:
             lines = page.read().decode()
         assert re.search(r'nv_cache_num_hits_per_model{model="sst2",version="1"} 1$', lines, re.MULTILINE)
         assert re.search(r'nv_cache_num_misses_per_model{model="sst2",version="1"} 2$', lines, re.MULTILINE)

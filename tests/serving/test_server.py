@@ -16,7 +16,19 @@ from typing import Any, Literal
 import numpy as np
 import pytest
 
-from serving import Client, NotFoundError, Queue, RequestError, ServedModel, ServingError, TritonServer, read, write
+from serving import (
+    Client,
+    DeadlineError,
+    NotFoundError,
+    Queue,
+    RequestError,
+    ServedModel,
+    ServingError,
+    TritonServer,
+    free_port,
+    read,
+    write,
+)
 from serving.aio import AsyncClient
 from serving.operations import deploy, rollback
 from tests.serving.conftest import classification, wait_until
@@ -291,6 +303,15 @@ def test_server_is_not_in_the_session_of_its_caller(server: TritonServer) -> Non
     # A Ctrl-C in the caller's terminal reaches the caller alone.
     assert server.pid is not None
     assert os.getsid(server.pid) == server.pid != os.getsid(0)
+
+
+def test_a_server_whose_metrics_cannot_be_read_is_not_ready(
+    server: TritonServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server.wait_ready(5)
+    monkeypatch.setattr(server, "metrics_port", free_port())
+    with pytest.raises(DeadlineError, match=r"not ready after 0\.5 s"):
+        server.wait_ready(0.5)
 
 
 def test_serving_leaves_the_repository_as_published(server: TritonServer) -> None:

@@ -102,24 +102,44 @@ def test_a_kill_under_load_costs_the_requests_in_flight_alone(
     assert regions(folder.name) == os.listdir(temporary) == []
 
 
-def supervised(log: Path, script: str, orders: bytes) -> int:
-    """Run a shell script as the server, give orders after a moment, and return the status."""
+WAITS = 20.0  # seconds for what takes one
+
+PATIENT = f"""
+import os, sys
+sys.path.append(os.path.dirname(sys.argv[1]))
+import supervisor
+supervisor._PAUSE_S = {3 * WAITS}
+sys.exit(supervisor.main(sys.argv[2:]))
+"""
+
+
+def supervised(log: Path, script: str, orders: bytes, *, stop_after: str = "") -> int:
+    """Run a shell script as the server, give orders after a moment, and return the status.
+
+    Once the log says `stop_after`, it is stopped; between two lives there is time for that, more than is waited here.
+    """
     (log.parent / "run").mkdir()
+    program = ["-c", PATIENT, supervisor.__file__] if stop_after else [supervisor.__file__]
     process = subprocess.Popen(
         [
-            *(sys.executable, "-I", "-S", supervisor.__file__, str(log.parent / "run"), str(log), "1", str(log.parent)),
+            *(sys.executable, "-I", "-S", *program, str(log.parent / "run"), str(log), "1", str(log.parent)),
             *("sh", "-c", script),
         ],
         stdin=subprocess.PIPE,
         start_new_session=True,
     )
     assert process.stdin is not None
-    process.stdin.write(orders)
-    process.stdin.flush()
     try:
-        return process.wait(20)
+        process.stdin.write(orders)
+        process.stdin.flush()
+        if stop_after:
+            wait_until(lambda: log.exists() and stop_after in log.read_text(), WAITS)
+            process.stdin.write(supervisor.STOP)
+            process.stdin.flush()
+        return process.wait(WAITS)
     finally:
         process.stdin.close()
+        process.wait(WAITS)  # it ends then, and is nobody's dead child in the tests that follow
 
 
 def messages(log: Path, source: str) -> list[str]:
@@ -148,14 +168,18 @@ def test_a_server_that_was_never_ready_is_not_started_again(tmp_path: Path) -> N
 
 def test_a_stop_between_two_lives_is_heard(tmp_path: Path) -> None:
     log = tmp_path / "log"
-    assert supervised(log, "sleep 0.2; exit 3", supervisor.READY + supervisor.STOP) in (3, 143)
-    assert len(messages(log, supervisor.SOURCE)) <= 1
+    # Ready before it dies, or it would not be started again.
+    script = "echo started; sleep 0.2; exit 3"
+    assert supervised(log, script, supervisor.READY, stop_after="(death 1 within") == 3
+    assert messages(log, "") == ["started"]
+    assert len(messages(log, supervisor.SOURCE)) == 1
 
 
 def test_a_log_that_takes_no_more_costs_no_restart(tmp_path: Path) -> None:
     (tmp_path / "log").symlink_to("/dev/full")
-    # More than a pipe holds, which somebody must read.
-    script = f"echo started >> {tmp_path}/starts; yes | head -c 200000; sleep 0.1; exit 3"
+    # After a line that is lost, more than a pipe holds, which somebody must read.
+    much = r"echo lost; head -c 200000 /dev/zero | tr '\0' x; echo"
+    script = f"echo started >> {tmp_path}/starts; {much}; sleep 0.1; exit 3"
     assert supervised(tmp_path / "log", script, supervisor.READY) == 3
     assert (tmp_path / "starts").read_text().count("started") == supervisor.MOST_DEATHS
 

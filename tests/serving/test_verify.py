@@ -1,5 +1,6 @@
 """Every refusal of a server is found in the files before one is started."""
 
+import errno
 import hashlib
 import re
 import shutil
@@ -15,6 +16,7 @@ from tritonclient.grpc import model_config_pb2 as pb
 
 from serving import Client, RepositoryError, ServedModel, TritonServer, read, triton, write
 from serving.cascade import Cascade
+from serving.control import SERVED
 from serving.graphs import RELEASES
 from serving.online import verify_served
 from serving.verify import CONFIG, verify
@@ -280,6 +282,78 @@ def test_a_parameter_that_cannot_be_read_is_named(published: Path, name: str, va
     )
 
 
+def set_parameter(name: str, value: str | None) -> Callable[[pb.ModelConfig], Any]:
+    """Return what sets a parameter, or removes it."""
+    if value is None:
+        return lambda config: config.parameters.pop(name)
+    return lambda config: setattr(config.parameters[name], "string_value", value)
+
+
+OUR_EDITS: list[tuple[str, Callable[[pb.ModelConfig], Any], str]] = [
+    (
+        "sst2",
+        lambda c: set_dims(c.model_warmup[0].inputs["TEXT"], 2),
+        r"gives TEXT the dims \[2\]; the input has \[1\]",
+    ),
+    (
+        "sst2_student",
+        lambda c: c.model_warmup[0].inputs["input_ids"].dims.append(3),
+        r"the dims \[8, 3\]; .*has \[-1\]",
+    ),
+    ("sst2", lambda c: c.dynamic_batching.preferred_batch_size.append(9), "preferred_batch_size is set, which is not"),
+    ("sst2", lambda c: c.instance_group[0].gpus.append(0), r"names the GPUs \[0\] and is not KIND_GPU"),
+    ("sst2", set_parameter("max_tokens", None), r"model.py reads the parameters \['max_tokens'\], which are missing"),
+    ("sst2_student", set_parameter("intra_op_threads", None), r"reads the parameters \['intra_op_threads'\]"),
+    ("sst2", set_parameter("intra_op_threads", "two"), "intra_op_threads is 'two'; it must be a number"),
+    ("sst2", set_parameter("threshold", "half"), "threshold is 'half'; it must be a number"),
+    ("sst2", set_parameter("inputs", '["ids"]'), r'inputs is \["ids"\]; model.onnx takes .*input_ids'),
+    (
+        "sst2",
+        lambda c: c.output.pop(2),
+        r"the outputs are LABEL .*; model.py has LABEL .*PROBABILITIES TYPE_FP32 \[2\]",
+    ),
+    (
+        "sst2",
+        lambda c: set_dims(c.input[0], -1),
+        r"inputs are TEXT TYPE_STRING \[-1\]; model.py has TEXT TYPE_STRING \[1\]",
+    ),
+]
+
+
+@pytest.mark.parametrize(("model", "edit", "message"), OUR_EDITS, ids=[message[:40] for *_, message in OUR_EDITS])
+def test_what_a_server_refuses_of_a_config_of_ours_is_found(
+    published: Path, model: str, edit: Callable[[pb.ModelConfig], Any], message: str
+) -> None:
+    change(published / model, edit)
+    assert re.search(f"^{model} .*{message}", "\n".join(faults(published)), re.MULTILINE)
+
+
+def test_a_cascade_has_the_tensors_of_its_code(asking: Path) -> None:
+    change(asking / "sst2_cascade", lambda config: config.output.pop())
+    found = "\n".join(faults(asking, release="24.10"))
+    assert re.search(r"sst2_cascade 1 the outputs are .*; model.py has .*, ESCALATED TYPE_BOOL \[1\]", found)
+
+
+@pytest.mark.parametrize(
+    ("code", "message"), [("", "has no class TritonPythonModel"), ("def x(:", "is no Python: invalid syntax")]
+)
+def test_code_that_the_server_cannot_start_is_found(published: Path, code: str, message: str) -> None:
+    (published / "sst2" / "1" / "model.py").write_text(code)
+    assert f"sst2 1 model.py {message}" in "\n".join(faults(published))
+
+
+def test_a_file_that_cannot_be_read_is_a_finding(published: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file, real = published / "sst2" / CONFIG, Path.read_text
+
+    def refused(path: Path, *arguments: Any) -> str:
+        if path == file:
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return real(path, *arguments)
+
+    monkeypatch.setattr(Path, "read_text", refused)
+    assert faults(published) == ["sst2 config.pbtxt cannot be read: Permission denied"]
+
+
 def test_a_warmup_without_a_type_is_found(published: Path) -> None:
     def clear(config: pb.ModelConfig) -> None:
         config.model_warmup[0].inputs["TEXT"].data_type = pb.TYPE_INVALID
@@ -306,7 +380,7 @@ def flip_a_byte(file: Path) -> None:
 
 
 def test_one_flipped_byte_is_found_in_every_file(published: Path) -> None:
-    files = [path for path in published.rglob("*") if path.is_file() and path.name != ".compressor.json"]
+    files = [path for path in published.rglob("*") if path.is_file() and path.name not in (".compressor.json", SERVED)]
     assert len(files) > 20
     for file in files:
         before = file.read_bytes()
