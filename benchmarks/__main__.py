@@ -122,9 +122,7 @@ def run_int8(
 
     threads = threads or available_cores()
     result = int8.int8(run, threads=threads, seed=seed, quick=quick, command=command())
-    show(result, int8.tables(result), out, quick=quick, as_json=as_json)
-    if not quick:
-        int8.check_targets(result)
+    show(result, int8.tables(result), out, quick=quick, as_json=as_json, check=int8.check_targets)
 
 
 @app.command("serve")
@@ -151,9 +149,7 @@ def run_serve(
     plan = serve.QUICK if quick else serve.FULL
     where = serve.Where(repository=repository, model=model, texts=texts, teacher=teacher)
     result = serve.measure(where, plan=plan, threads=threads or available_cores(), seed=seed, command=command())
-    show(result, serve.tables(result), out, quick=quick, as_json=as_json)
-    if not quick:
-        serve.check_targets(result)
+    show(result, serve.tables(result), out, quick=quick, as_json=as_json, check=serve.check_targets)
 
 
 @app.command("scale")

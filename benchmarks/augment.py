@@ -35,6 +35,7 @@ from compressor.errors import CompressorError, DataError, GateError
 from compressor.recipe import augment_config
 from compressor.sources import model_folder
 from compressor.stages.augment import augmented
+from compressor.stages.augment.engine import row_seed
 from compressor.stages.augment.masked_lm import MaskedLM
 from compressor.stages.augment.tools import Tools
 from compressor.stages.augment.vectors import Vectors, load_vectors
@@ -44,6 +45,7 @@ from compressor.world import keep_freed_memory
 
 TASK = TASKS["sst2"]
 COPIES, CANDIDATES = 20, 15
+MODEL_SIZES = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size")
 TARGETS = {"times": 15.0, "vectors_rows_per_s": 20_000.0, "stage_s": 180.0, "stage_peak_gb": 1.0}
 
 # MNLI: 392,702 pairs of texts of about 20 and 10 words, half of which can be replaced and are one piece. Each premise
@@ -86,20 +88,25 @@ def measure(
     keep_freed_memory()
     phrases = sentences(texts)
     begun = report.Begun()
-    torch.manual_seed(0)
+    torch.manual_seed(seed)
     model = BertForMaskedLM(BertConfig(**plan.model)).eval().requires_grad_(False)
     tokenizer = load_tokenizer(model_folder(base, what="--base"))
     near = load_vectors(vectors)
-    some = phrases[: plan.phrases]
+    some, spread = phrases[: plan.phrases], max(1, min(plan.phrases, len(phrases)) // plan.published_phrases)
     config = augment_config(copies=COPIES, candidates=CANDIDATES, vectors=vectors, masked_lm="random weights")
     result = {
         "benchmark": "augment",
         "quick": plan is not FULL,
         "texts": str(texts),
         "phrases": len(some),
-        "published": published(some[:: max(1, len(some) // plan.published_phrases)], model, tokenizer, near, threads),
-        "ours": ours(some, MaskedLM(model, tokenizer, threads=threads), near, config),
-        "vectors": vectors_alone(phrases[: plan.rows or None], vectors, processes=processes),
+        "copies": COPIES,
+        "candidates": CANDIDATES,
+        "masked_lm": {name: getattr(model.config, name) for name in MODEL_SIZES},
+        "tokenizer": base,
+        "word_vectors": vectors,
+        "published": published(some[::spread], model, tokenizer, near, threads=threads, seed=seed),
+        "ours": ours(some, MaskedLM(model, tokenizer, threads=threads), near, config, seed=seed),
+        "vectors": vectors_alone(phrases[: plan.rows or None], vectors, processes=processes, seed=seed),
         **report.context(begun, command=command, seed=seed, threads=threads),
     }
     result["times"] = result["ours"]["rows_per_s"] / result["published"]["rows_per_s"]
@@ -116,7 +123,7 @@ def sentences(texts: Path) -> list[str]:
 
 
 def published(
-    phrases: Sequence[str], model: BertForMaskedLM, tokenizer: Any, near: Vectors, threads: int
+    phrases: Sequence[str], model: BertForMaskedLM, tokenizer: Any, near: Vectors, *, threads: int, seed: int
 ) -> dict[str, Any]:
     """Copies made as the published code makes them.
 
@@ -124,7 +131,7 @@ def published(
     vocabulary scored at every place and sorted; for other words the product with all vectors, sorted, never kept.
     """
     torch.set_num_threads(threads)
-    stream, rows, words = random.Random(0), 0, 0
+    stream, rows, words = random.Random(seed), 0, 0
     nearest = _published_neighbours(near)
     vocabulary = tokenizer.convert_ids_to_tokens(range(model.config.vocab_size))
     started = time.perf_counter()
@@ -167,10 +174,12 @@ def _published_neighbours(near: Vectors) -> Callable[[str], list[str]]:
     return nearest
 
 
-def ours(phrases: Sequence[str], masked_lm: MaskedLM, near: Vectors, config: AugmentConfig) -> dict[str, Any]:
+def ours(
+    phrases: Sequence[str], masked_lm: MaskedLM, near: Vectors, config: AugmentConfig, *, seed: int
+) -> dict[str, Any]:
     """Copies made as they are made here; the first few are made before, to warm up."""
     tools = Tools(config, ENGLISH, near, masked_lm)
-    rows, seeds = [(phrase,) for phrase in phrases], [f"0-{number}" for number in range(len(phrases))]
+    rows, seeds = [(phrase,) for phrase in phrases], [row_seed(seed, number) for number in range(len(phrases))]
     tools.answers(phrases[:20])
     started = time.perf_counter()
     answers = tools.answers(phrases)
@@ -193,20 +202,20 @@ from pathlib import Path
 from compressor.artifact import Artifact
 from compressor.recipe import augment_config
 from compressor.stages.augment import augment_examples
-folder, settings, processes = Path(sys.argv[1]), json.loads(sys.argv[2]), int(sys.argv[3])
+folder, settings, processes, seed = Path(sys.argv[1]), json.loads(sys.argv[2]), *map(int, sys.argv[3:])
 corpus, started = Artifact.open(folder / "corpus", kind="examples"), time.perf_counter()
 config = augment_config(**settings)
-made = augment_examples(config, corpus, seed=0, key="benchmark", out=folder / "out", processes=processes)
+made = augment_examples(config, corpus, seed=seed, key="benchmark", out=folder / "out", processes=processes)
 seconds = time.perf_counter() - started
 print(json.dumps({"rows": made.metrics["rows"], "seconds": seconds, "torch": "torch" in sys.modules}))
 """
 
 
-def vectors_alone(phrases: Sequence[str], vectors: str, *, processes: int) -> dict[str, Any]:
+def vectors_alone(phrases: Sequence[str], vectors: str, *, processes: int, seed: int) -> dict[str, Any]:
     """The rows of all phrases with word vectors alone: by the engine in one process, then by the stage, on disk."""
     config = augment_config(copies=COPIES, candidates=CANDIDATES, vectors=vectors)
     started = time.perf_counter()
-    rows = sum(1 for _ in augmented(phrases, config))
+    rows = sum(1 for _ in augmented(phrases, config, seed=seed))
     seconds = time.perf_counter() - started
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
@@ -215,7 +224,7 @@ def vectors_alone(phrases: Sequence[str], vectors: str, *, processes: int) -> di
             examples = (Example((phrase,), number % 2, number) for number, phrase in enumerate(phrases))
             write_examples(draft.path / "train.arrow", examples, TASK)
         settings = json.dumps({"copies": COPIES, "candidates": CANDIDATES, "vectors": vectors})
-        command = [sys.executable, "-c", STAGE, scratch, settings, str(processes)]
+        command = [sys.executable, "-c", STAGE, scratch, settings, str(processes), str(seed)]
         with (
             subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process,
             watched(lambda: _memory_gb(process.pid)) as memory_gb,

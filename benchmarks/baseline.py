@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from pydantic import BaseModel, FiniteFloat, PositiveFloat, ValidationError
+from pydantic import BaseModel, Field, ValidationError
 
 from benchmarks.ratios import QUALITY, name_of
 from benchmarks.report import MISSING, Table, number
@@ -16,14 +17,16 @@ from compressor.errors import ArtifactError, GateError
 TOLERANCE = 0.1
 QUALITY_TOLERANCE = 0.01  # a tenth of the speed is a bad day, a tenth of the accuracy another model
 
+Times = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+
 
 class _Ratio(BaseModel):
     figure: str
     where: str
     system: str
     than: str
-    ratio: PositiveFloat
-    interval_95: tuple[FiniteFloat, FiniteFloat] | None
+    ratio: Times
+    interval_95: tuple[Times, Times] | None
 
 
 class _Before(BaseModel):
@@ -74,8 +77,9 @@ def against_baseline(
 ) -> dict[str, Any]:
     """Each ratio that both have, and whether it regressed; `before` is what `read_baseline` gives.
 
-    A speed or size did if its ratio is lower by more than `tolerance` (a share) and the intervals do not overlap;
-    without an interval nothing is known. The task's metric did if it is lower by more than `QUALITY_TOLERANCE`, or
+    A speed or size did if its ratio is lower by more than `tolerance` (a share), and on the logarithm by more than the
+    intervals' half-widths, squared, added and rooted: the 95 % interval of the change. Without an interval nothing is
+    known. The task's metric did if it is lower by more than `QUALITY_TOLERANCE`, or
     `tolerance` if that is less: the same rows were answered, so that no interval excuses it. It is `lost` if both
     systems were measured and it has no ratio any more: one of them is no longer above 0.
     """
@@ -101,7 +105,8 @@ def _compared(now: Mapping[str, Any], was: Mapping[str, Any], tolerance: float) 
     if now["where"] in QUALITY:
         tolerance, counts = min(tolerance, QUALITY_TOLERANCE), True
     else:
-        counts = None not in (now["interval_95"], was["interval_95"]) and now["interval_95"][1] < was["interval_95"][0]
+        widths = [_half_width(row["interval_95"]) for row in (was, now)]
+        counts = math.log(was["ratio"] / now["ratio"]) > math.hypot(*widths)
     return {
         **{name: now[name] for name in ("figure", "where", "system", "than")},
         "was": was["ratio"],
@@ -112,6 +117,11 @@ def _compared(now: Mapping[str, Any], was: Mapping[str, Any], tolerance: float) 
         "tolerance": tolerance,
         "is_regression": fell_by > tolerance and counts,
     }
+
+
+def _half_width(interval: tuple[float, float] | None) -> float:
+    """Of an interval, on the logarithm."""
+    return math.inf if interval is None else math.log(interval[1] / interval[0]) / 2
 
 
 def check_baseline(found: Mapping[str, Any]) -> None:
@@ -132,7 +142,7 @@ def check_baseline(found: Mapping[str, Any]) -> None:
 
 
 def table(found: Mapping[str, Any]) -> Table:
-    """What is compared, the worst first."""
+    """What is compared, the worst first; the title says what the comparison is worth."""
     rows = [
         [
             f"{row['figure']}, {row['where']}, {row['system']} / {row['than']}",
@@ -144,6 +154,11 @@ def table(found: Mapping[str, Any]) -> Table:
         ]
         for row in sorted(found["compared"], key=lambda row: -row["fell_by"])
     ]
-    for name in found["only_before"]:
-        rows.append([name, "", MISSING, "", "", "REGRESSED" if name in found["lost"] else "not measured now"])
-    return Table(f"Against {found['file']}", ["ratio", "was", "is", "change", "allowed", ""], rows)
+    rows.extend(
+        [name, "", MISSING, "", "", "REGRESSED" if name in found["lost"] else "not measured now"]
+        for name in found["only_before"]
+    )
+    alone = len(found["only_before"]) + len(found["only_now"])
+    title = f"Against {found['file']}{'' if found['is_same_machine'] else ', measured on another machine'}"
+    title += f"; {alone} ratios are of one of the two alone and not compared" if alone else ""
+    return Table(title, ["ratio", "was", "is", "change", "allowed", ""], rows)

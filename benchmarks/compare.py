@@ -29,17 +29,16 @@ from benchmarks.local import (
     validation_texts,
 )
 from benchmarks.peers import PEERS, check_peers
-from benchmarks.ratios import BATCHES, ONE_TEXT, Standing, find, ratios, standing_of, targets
+from benchmarks.ratios import BATCHES, ONE_TEXT, SIGNIFICANT, Standing, find, ratios, standing_of, targets
 from benchmarks.runs import Run, forms_of, open_run
 from benchmarks.text_to_label import measure_texts
-from compressor.errors import ConfigError, GateError
+from compressor.errors import ArtifactError, ConfigError, GateError
 from compressor.evaluate import METRIC_NAMES, Logits, queries
-from compressor.report import times
+from compressor.report import kept, times
 from compressor.report_answers import calibrations, disagreements
 
 SCHEMA_VERSION = 2
 HEADLINE_SHAPE = "1x32"
-SIGNIFICANT = 0.05  # McNemar's p below it: more than chance explains
 ALONE = (("p50", REAL_TEXTS), ("text to label p50", ONE_TEXT))
 """Ratios to peers that the verdict tells: of one real text."""
 CONDITIONS = {
@@ -106,11 +105,13 @@ def compare(question: Question) -> dict[str, Any]:
     check_peers(question.wanted.peers)
     run, before = open_run(question.run), None
     if question.baseline is not None:
-        alike = {"task": run.task.name, "quick": question.quick, "threads": question.threads}
+        alike = {"task": run.task.name, "url": question.url, "quick": question.quick, "threads": question.threads}
         before = baseline.read_baseline(question.baseline, SCHEMA_VERSION, **alike)
     if question.url is None:
         served.check_repository(run, question.repository)
     cores = served.check_server(run, question.repository, question.url)
+    if before is not None:
+        check_measured(run, question, before)
     with _untrained(run, question.wanted, cores):
         pass  # it starts: better known now than after half an hour
     effort, begun = QUICK if question.quick else FULL, report.Begun()
@@ -176,6 +177,20 @@ def _untrained(run: Run, wanted: Wanted, cores: int) -> Iterator[dict[str, serve
         del model
         with served.server(Path(root), None) as running:
             yield {BERT_BASE: running}
+
+
+def check_measured(run: Run, question: Question, before: Mapping[str, Any]) -> None:
+    """Raise ArtifactError if a system of the baseline will not be measured: its ratios would be missed in silence."""
+    missing = {row[of] for row in before["ratios"] for of in ("system", "than")} - _about(question.wanted).keys()
+    if missing and question.url is not None:
+        missing -= set(served.served_names(run, question.url))
+    elif missing and run.publication is not None:
+        missing -= run.publication.metrics["versions"].keys()
+    if missing:
+        raise ArtifactError(
+            f"--baseline {question.baseline} has ratios of {', '.join(sorted(missing))}, which would not be measured; "
+            "give --bert-base, each --peer and a repository as the baseline's command did, or measure it again"
+        )
 
 
 def _client_share(split: Mapping[str, Mapping[str, float]]) -> float | None:
@@ -250,15 +265,14 @@ def verdict(result: Mapping[str, Any]) -> str:
 def _kept(ours: Mapping[str, Any], theirs: Mapping[str, Any], metric: str) -> str:
     """The student's metric on the test rows and the teacher's, and whether chance explains the difference."""
     score, other, pair = ours["score"], theirs["score"], ours["against_teacher"]  # the pair is teacher, student
-    word = "reaches" if score > other else "keeps"
-    kept = f"{word} {100 * score / other:.1f} % of" if min(score, other) > 0 else "is compared with"
     if metric == "accuracy":
         differs, shown = pair["p_value"] < SIGNIFICANT, f"McNemar p = {pair['p_value']:.2g}"
     else:
         low, high = (-100 * end for end in reversed(pair["difference_95"]))
         differs, shown = low > 0 or high < 0, f"95 % interval of the difference {low:+.1f} to {high:+.1f} points"
     chance = "more than chance explains" if differs else "which chance can explain"
-    return f"{kept} the teacher's test {metric} ({100 * score:.1f} against {100 * other:.1f}, {chance}: {shown})"
+    share = kept(score, other)
+    return f"{share} the teacher's test {metric} ({100 * score:.1f} against {100 * other:.1f}, {chance}: {shown})"
 
 
 def _faster(speed: Mapping[str, Any]) -> str:

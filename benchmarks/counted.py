@@ -7,10 +7,7 @@ import time
 import urllib.request
 from dataclasses import dataclass
 
-from serving.client import Client
-
-HAND_OVER_S = 1.1  # a model hands its counts over with the first request that comes a second after the last time
-PINGS = 8  # some to each instance of a model
+HAND_OVER_S = 1.1  # a model hands its counts over a second after the first of them
 
 
 @dataclass(frozen=True)
@@ -24,15 +21,9 @@ class Counted:
     onnxruntime_s: float
 
     @classmethod
-    def read(cls, url: str, metrics_url: str, model: str) -> Counted:
-        """Ask the server, after some short requests that make the model hand over its counts.
-
-        Raises ServingError or OSError if it cannot be asked.
-        """
+    def read(cls, metrics_url: str, model: str) -> Counted:
+        """Read the server's metrics, once the model has handed its counts over. Raises OSError if they cannot be."""
         time.sleep(HAND_OVER_S)
-        with Client(url, model=model) as client:
-            for _ in range(PINGS):
-                client.classify([("a", "b") if client.is_pair else "a"])
         with urllib.request.urlopen(metrics_url) as answer:
             page = answer.read().decode()
 

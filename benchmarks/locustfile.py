@@ -13,10 +13,11 @@ many requests a second, and `--step-users` lets users come in steps until there 
 
 A user that waits for a late answer does not catch up: for waits from planned moments, see `python -m benchmarks
 compare`. Locust's own statistics round times; the percentiles printed at the end, `--raw` and `--summary` are of the
-unrounded times. Naming a class (`GrpcClassifier`) does what `--protocol` does; naming both mixes them. A request that
-is refused, or answered with something that cannot be an answer, is a failure, and any failure makes the exit code 1.
-In locust's page each start begins anew, and the files hold the last run. At the end each user waits for its answer, ten
-seconds at most or as many as `--stop-timeout` says.
+unrounded times. `--summary` also holds what was asked of locust, and the machine and versions of it, or of its master:
+those of the server are not known here. Naming a class (`GrpcClassifier`) does what `--protocol` does; naming both mixes
+them. A request that is refused, or answered with something that cannot be an answer, is a failure, and any failure
+makes the exit code 1. In locust's page each start begins anew, and the files hold the last run. At the end each user
+waits for its answer, ten seconds at most or as many as `--stop-timeout` says.
 """
 
 # locust comes first: it patches the sockets and threads that the client uses.
@@ -43,9 +44,10 @@ from typing import Any, Literal, NamedTuple, NoReturn, cast
 
 import numpy as np
 
+from compressor import machine
 from serving.client import Client
 from serving.errors import ServingError
-from serving.exchange import Answer, Regression
+from serving.exchange import check_answers
 from serving.model import Text
 
 PERCENTILES = (50, 90, 95, 99)
@@ -53,6 +55,7 @@ DEFAULT_TEXTS = Path("runs/sst2/1-corpus/validation.arrow")
 ADDRESSES = {"http": "127.0.0.1:8000", "grpc": "127.0.0.1:8001"}
 FIELDS = ("request", "start_s", "response_ms", "failed")
 LAST_ANSWERS_S = 10.0
+TICK_S = 1
 Protocol = Literal["http", "grpc"]
 
 log = logging.getLogger(__name__)
@@ -67,10 +70,6 @@ class Sample(NamedTuple):
     """When it was sent: seconds since the epoch."""
     response_ms: float
     failed: bool
-
-
-class WrongAnswerError(Exception):
-    """The server answered with something that cannot be an answer."""
 
 
 def add_arguments(parser: Any) -> None:
@@ -94,7 +93,8 @@ def add_arguments(parser: Any) -> None:
     )
     add("--texts", default=str(DEFAULT_TEXTS), help=texts, include_in_web_ui=False)
     add("--raw", default="", help="CSV file for the time of each request", include_in_web_ui=False)
-    add("--summary", default="", help="JSON file for the percentiles of the raw times", include_in_web_ui=False)
+    summary = "JSON file for the percentiles of the raw times, with the settings, machine and versions of the load"
+    add("--summary", default="", help=summary, include_in_web_ui=False)
 
 
 def _positive(value: str) -> int:
@@ -196,6 +196,8 @@ class Recorder:
                 "benchmark": "locust",
                 "command": sys.argv,
                 "locust": locust.__version__,
+                "machine": machine.fingerprint(),
+                "versions": machine.versions(),
                 "users": self._options.num_users,
                 "seed": self._options.seed,
                 "rate_per_s_of_each_user": self._options.rate or None,
@@ -280,27 +282,6 @@ def _texts_of(rows: Sequence[dict[str, Any]]) -> list[tuple[Any, ...]]:
     return [tuple(row[key] for key in keys) for row in rows]
 
 
-def check_answers(answers: Sequence[Answer], labels: Sequence[str], count: int) -> None:
-    """Raise WrongAnswerError unless there are `count` answers that the model can give.
-
-    Each is a known label with its probabilities or, where there are no labels, a finite number.
-    """
-    if len(answers) != count:
-        raise WrongAnswerError(f"{count} texts got {len(answers)} answers")
-    for answer in answers:
-        if isinstance(answer, Regression):
-            if labels or not math.isfinite(answer.value):
-                raise WrongAnswerError(f"value {answer.value} is no answer of a model with the labels {list(labels)}")
-            continue
-        total = math.fsum(answer.probabilities.values())
-        if answer.label not in labels:
-            raise WrongAnswerError(f"label {answer.label!r} is none of {list(labels)}")
-        if not abs(total - 1) < 1e-3 or answer.score != max(answer.probabilities.values()):
-            raise WrongAnswerError(
-                f"score {answer.score} does not fit probabilities {list(answer.probabilities.values())}"
-            )
-
-
 class Steps(LoadTestShape):
     """Users that come in steps; after the last step the run ends."""
 
@@ -309,29 +290,31 @@ class Steps(LoadTestShape):
     def __init__(self, options: Any) -> None:
         cast(Any, super()).__init__()  # no type hints
         self._options = options
-        self._begins_s: list[float] = []
+        self._begins: list[tuple[int, float]] = []  # number of a step, and its moment
 
     def reset_time(self) -> None:
         """Begin with the first step. Locust calls it at each start, with workers once more when they start."""
         cast(Any, super()).reset_time()  # no type hints
-        self._begins_s = [time.time()]
+        self._begins = [(0, time.time())]
 
     def tick(self) -> tuple[int, float] | None:
         """How many users there are to be now, and how many of them come in a second; None: the end."""
         number = int(cast(Any, self).get_run_time() // self._options.step_seconds)
         if number * self._options.step_users >= self._options.num_users:
             return None
-        if number == len(self._begins_s):
-            self._begins_s.append(time.time())
-        return min((number + 1) * self._options.step_users, self._options.num_users), self._options.step_users
+        if number > self._begins[-1][0]:  # not always the next: a tick may come late
+            self._begins.append((number, time.time()))
+        return self._users(number), self._options.step_users
+
+    def _users(self, number: int) -> int:
+        return int(min((number + 1) * self._options.step_users, self._options.num_users))
 
     def summarize(self, samples: Sequence[Sample]) -> list[dict[str, Any]]:
         """By step: how many users there were, and the figures of the requests that were sent meanwhile."""
         found = []
-        for number, (begin_s, end_s) in enumerate(itertools.pairwise([*self._begins_s, math.inf])):
-            users = min((number + 1) * self._options.step_users, self._options.num_users)
+        for (number, begin_s), (_, end_s) in itertools.pairwise([*self._begins, (0, math.inf)]):
             mine = [sample for sample in samples if begin_s <= sample.start_s < end_s]
-            found.append({"users": users, "requests": summarize(mine)})
+            found.append({"users": self._users(number), "requests": summarize(mine)})
         return found
 
 
@@ -378,7 +361,7 @@ class ClassifierUser(User):
             answers = self._server.classify(texts)
             response_ms = (time.perf_counter() - start) * 1000
             check_answers(answers, self._server.labels, len(texts))
-        except (ServingError, WrongAnswerError) as error:
+        except ServingError as error:
             response_ms, exception = (time.perf_counter() - start) * 1000, error
         self.environment.events.request.fire(
             request_type=self.protocol.upper(),
@@ -430,8 +413,11 @@ def prepare(environment: Environment, **_: Any) -> None:
         if options.num_users is None:
             # Where users come in steps, locust's page does not ask how many.
             _leave(f"--step-users {options.step_users} needs -u, the users of the last step")
-        if options.step_users < 0 or not options.step_seconds:
-            _leave(f"--step-users {options.step_users} and --step-seconds {options.step_seconds:g} must be above 0")
+        if options.step_users < 0 or options.step_seconds < TICK_S:
+            _leave(
+                f"--step-users {options.step_users} must be above 0, and --step-seconds {options.step_seconds:g} "
+                f"at least {TICK_S}: locust looks once a second"
+            )
         environment.shape_class = Steps(options)
         environment.shape_class.runner = environment.runner
     ClassifierUser.recorder = recorder

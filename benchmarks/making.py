@@ -41,9 +41,7 @@ def run_train(
 
     plan = train.QUICK if quick else train.FULL
     result = train.train(corpus, base, plan=plan, threads=threads or available_cores(), seed=seed, command=command())
-    show(result, train.tables(result), out, quick=quick, as_json=as_json)
-    if not quick:
-        train.check_targets(result)
+    show(result, train.tables(result), out, quick=quick, as_json=as_json, check=train.check_targets)
 
 
 def run_data(
@@ -70,9 +68,7 @@ def run_data(
     folder = model_folder(tokenizer, what="--tokenizer")
     rows = rows or (data.QUICK_ROWS if quick else data.ROWS)
     result = data.measure(texts, folder, rows=rows, seed=seed, command=command())
-    show(result, data.tables(result), out, quick=quick, as_json=as_json)
-    if not quick:
-        data.check_targets(result)
+    show(result, data.tables(result), out, quick=quick, as_json=as_json, check=data.check_targets)
 
 
 def run_augment(
@@ -105,9 +101,7 @@ def run_augment(
         seed=seed,
         command=command(),
     )
-    show(result, augment.tables(result), out, quick=quick, as_json=as_json)
-    if not quick:
-        augment.check_targets(result)
+    show(result, augment.tables(result), out, quick=quick, as_json=as_json, check=augment.check_targets)
 
 
 def run_starts(

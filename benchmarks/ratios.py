@@ -19,6 +19,7 @@ BATCHES = f"batches of {THROUGHPUT_BATCH}"
 ONE_TEXT = "one text"
 QUALITY = ("in process", "served")
 """Where the task's metric is measured."""
+SIGNIFICANT = 0.05  # McNemar's p below it: more than chance explains
 TARGETS = (
     ("p50", "1x32", BERT_BASE, 35.0),
     ("throughput", BATCHES, BERT_BASE, 15.0),
@@ -51,8 +52,7 @@ def in_process(systems: Mapping[str, Mapping[str, Any]], metric: str) -> list[di
             rows.append(_row("p50", what, STUDENT, name, ratio_of_rounds(*rounds)))
         rows.append(_throughput("throughput", name, theirs, student))
         rows.append(_row("size", "file", STUDENT, name, exactly(theirs["size_bytes"] / student["size_bytes"])))
-    kept = student["test"]["against_teacher"]
-    return [*rows, _row(metric, QUALITY[0], STUDENT, TEACHER, _inverse(kept))]
+    return [*rows, _quality(metric, QUALITY[0], STUDENT, TEACHER, student["test"]["against_teacher"])]
 
 
 def text_to_label(systems: Mapping[str, Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -76,7 +76,7 @@ def served(models: Mapping[str, Mapping[str, Any]], metric: str) -> list[dict[st
     if teacher is not None:
         for name in (name for name in models if name not in (teacher, BERT_BASE)):
             rows += _under_load(models, name, teacher)
-            rows.append(_row(metric, QUALITY[1], name, teacher, _inverse(models[name]["test"]["against_teacher"])))
+            rows.append(_quality(metric, QUALITY[1], name, teacher, models[name]["test"]["against_teacher"]))
     return rows + (_under_load(models, next(iter(models)), BERT_BASE) if BERT_BASE in models else [])
 
 
@@ -100,16 +100,18 @@ def _throughput(figure: str, name: str, theirs: Mapping[str, Any], ours: Mapping
     return _row(figure, BATCHES, STUDENT, name, ratio_of_rounds(ours[by_round], theirs[by_round]))
 
 
-def _inverse(pair: Mapping[str, Any]) -> dict[str, Any]:
-    """Student / teacher of what `evaluate.paired` found for teacher and student; None if one of them is not above 0."""
-    if pair.get("ratio", 0.0) <= 0:
-        return {"ratio": None, "interval_95": None, "rounds": None}
-    low, high = pair.get("ratio_95", (0.0, 0.0))
-    return {
-        "ratio": 1 / pair["ratio"],
-        "interval_95": [1 / high, 1 / low] if low > 0 else None,
-        "rounds": None,
-    }
+def _quality(metric: str, where: str, system: str, than: str, pair: Mapping[str, Any]) -> dict[str, Any]:
+    """Student / teacher of what `evaluate.paired` found for teacher and student; None if one of them is not above 0.
+
+    An accuracy has McNemar's p as well, which says whether the two differ.
+    """
+    found: dict[str, Any] = {"ratio": None, "interval_95": None, "rounds": None}
+    if pair.get("ratio", 0.0) > 0:
+        low, high = pair.get("ratio_95", (0.0, 0.0))
+        found |= {"ratio": 1 / pair["ratio"], "interval_95": [1 / high, 1 / low] if low > 0 else None}
+    if metric == "accuracy":
+        found["p_value"] = pair["p_value"]
+    return _row(metric, where, system, than, found)
 
 
 def _row(figure: str, where: str, system: str, than: str, found: Mapping[str, Any]) -> dict[str, Any]:
@@ -136,7 +138,11 @@ class Standing(Enum):
 
 
 def standing_of(row: Mapping[str, Any]) -> Standing:
-    """Which of the two is better, by more than the rounds vary; without an interval that is not known."""
+    """Which of the two is better, by more than the rounds vary, or by McNemar's p; with neither it is not known."""
+    if "p_value" in row:
+        if row["p_value"] >= SIGNIFICANT:
+            return Standing.OPEN
+        return Standing.AHEAD if row["ratio"] > 1 else Standing.BEHIND
     low, high = row["interval_95"] or (0.0, math.inf)
     return Standing.AHEAD if low > 1 else Standing.BEHIND if high < 1 else Standing.OPEN
 

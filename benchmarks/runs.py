@@ -8,12 +8,11 @@ from pathlib import Path
 
 from benchmarks.forms import Forms
 from compressor import artifact
-from compressor.artifact import Artifact
+from compressor.artifact import RUN_FILE, Artifact
 from compressor.config import BuildConfig
 from compressor.dataset import task_of
 from compressor.errors import ArtifactError
 from compressor.evaluate import MODEL_FILE
-from compressor.pipeline import RUN_FILE
 from compressor.tasks import Task
 
 REMEDY = "run `compressor build` to its end first"

@@ -126,9 +126,9 @@ def _one_model(
         for turn in range(plan.turns + 1):
             some = [texts[next(order)] for _ in range(50)]
             times = _timed(call, some, plan.turn_s)
-            before = Counted.read(server.grpc_url, server.metrics_url, folder.name)
+            before = Counted.read(server.metrics_url, folder.name)
             served = _timed(lambda text: client.classify([text]), some, plan.turn_s)
-            after = Counted.read(server.grpc_url, server.metrics_url, folder.name)
+            after = Counted.read(server.metrics_url, folder.name)
             if turn:  # the first one warms up
                 in_process.append(times)
                 alone += served

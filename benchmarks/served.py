@@ -229,10 +229,10 @@ def time_split_ms(run: Run, running: Server, effort: Effort, seed: int) -> dict[
         for name in names:
             log.info("served: where the time of a request of %s goes ...", name)
             load = Load(url=running.url, model=name, concurrency=1, seconds=effort.served_turn_s, seed=seed)
-            before = Counted.read(running.url, running.metrics_url, name)
+            before = Counted.read(running.metrics_url, name)
             answered = process.submit(closed_loop, load, texts).result()
             _check_answered([answered], "one client")
-            after = Counted.read(running.url, running.metrics_url, name)
+            after = Counted.read(running.metrics_url, name)
             found[name] = after.parts_ms(before, float(np.mean(answered.times_ms)))
     return found
 

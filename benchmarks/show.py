@@ -27,8 +27,12 @@ def show(
     quick: bool,
     as_json: bool,
     html: Callable[[Mapping[str, Any]], str] | None = None,
+    check: Callable[[Mapping[str, Any]], None] | None = None,
 ) -> None:
-    """Print a result, as JSON or as text, and write it to `out` if there is one, with the page `html` of it."""
+    """Print a result, as JSON or as text, and write it to `out` if there is one, with the page `html` of it.
+
+    Then `check` it, which raises GateError if a target is missed; a quick look has none.
+    """
     from benchmarks import report
     from benchmarks.conditions import CONDITIONS
 
@@ -38,3 +42,5 @@ def show(
     typer.echo(report.to_json(result) if as_json else text)
     if out is not None:
         report.write(out, result["benchmark"], result, tables, html)
+    if check is not None and not quick:
+        check(result)

@@ -103,12 +103,12 @@ def build(
 
 
 def _write_report(run: Path, artifacts: Mapping[str, Artifact]) -> Path:
-    """Render the report unless the one there was made from these very artifacts."""
+    """Render the report unless the one there is whole and was made from these very artifacts."""
     from compressor import report
 
     page = run / "report.html"
     newest = max((artifact.path / "manifest.json").stat().st_mtime for artifact in artifacts.values())
-    if page.is_file() and page.stat().st_mtime > newest:
+    if all((run / name).is_file() for name in report.FILES) and page.stat().st_mtime > newest:
         return page
     return report.write_report(run, artifacts)
 

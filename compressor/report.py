@@ -17,7 +17,7 @@ import numpy as np
 import pyarrow as pa
 
 from compressor import machine, page
-from compressor.artifact import Artifact
+from compressor.artifact import RUN_FILE, Artifact
 from compressor.dataset import task_of
 from compressor.errors import ArtifactError
 from compressor.evaluate import METRIC_NAMES, Labels, Logits, paired
@@ -27,8 +27,8 @@ from compressor.report_int8 import int8_candidates, int8_facts, int8_gates
 from compressor.report_plots import headline, plots
 from compressor.tasks import Task
 
-RUN_FILE = "run.json"
 TEMPLATE = "report.html"
+FILES = ("report.json", "report.md", "report.html")
 SYSTEMS = {"teacher": "teacher", "student": "student fp32", "int8": "student INT8"}  # kind of artifact -> name
 PAIRS = (("student", "teacher"), ("int8", "student"), ("int8", "teacher"))  # compared with the one it comes from
 HEADLINE_SHAPE = "1x32"  # batch x tokens of the verdict and the plot
@@ -47,7 +47,7 @@ def write_report(run: Path, artifacts: Mapping[str, Artifact]) -> Path:
     """
     facts = collect(run, artifacts)
     as_json = json.dumps(facts, indent=1, allow_nan=False, ensure_ascii=False) + "\n"
-    texts = {"report.json": as_json, "report.md": markdown(facts), "report.html": html(facts)}
+    texts = dict(zip(FILES, (as_json, markdown(facts), html(facts)), strict=True))
     try:
         for name, text in texts.items():
             partial = run / f"{name}.new"
@@ -59,7 +59,11 @@ def write_report(run: Path, artifacts: Mapping[str, Artifact]) -> Path:
 
 
 def collect(run: Path, artifacts: Mapping[str, Artifact]) -> dict[str, Any]:
-    """The report as a JSON object, units in its keys; shares run from 0 to 1, what does not exist is left out."""
+    """The report as a JSON object, units in its keys; shares run from 0 to 1, what does not exist is left out.
+
+    Raises ArtifactError if there are no `artifacts`, or their files or the run's settings cannot be read or do not fit
+    together.
+    """
     if not artifacts:
         raise ArtifactError(f"{run} holds no finished stage to report on; run `compressor build`")
     metrics = {name: found.metrics for name, found in artifacts.items()}
@@ -252,11 +256,18 @@ def _verdict(facts: Mapping[str, Any]) -> str:
         times(p50_ms[f"teacher {form}"], p50_ms["student INT8"], "faster", "slower") for form in ("PyTorch", "ONNX")
     )
     return (
-        f"The INT8 student {'reaches' if ours > theirs else 'keeps'} {100 * ours / theirs:.1f} % of the teacher's test "
+        f"The INT8 student {kept(ours, theirs)} the teacher's test "
         f"{facts['task']['metric']} ({100 * ours:.1f} against {100 * theirs:.1f}), is {size} and answers "
         f"{texts} of {tokens} tokens {speed} than the teacher in PyTorch, {in_onnx} than the teacher in ONNX Runtime"
         f"{' (timed beside other work: do not publish these times)' if facts['latency']['machine_was_busy'] else ''}."
     )
+
+
+def kept(ours: float, theirs: float) -> str:
+    """How much of another's metric ours is; no share of a metric that is not above 0, as a correlation can be."""
+    if min(ours, theirs) <= 0:
+        return "is compared with"
+    return f"{'reaches' if ours > theirs else 'keeps'} {100 * ours / theirs:.1f} % of"
 
 
 def times(theirs: float, ours: float, less: str, more: str) -> str:

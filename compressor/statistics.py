@@ -50,7 +50,8 @@ def share_differences(right: int, only_first: int, only_second: int, rows: int) 
     """Difference and ratio of two shares of right answers to the same rows, with 95 % intervals for pairs.
 
     `right` rows are right by the first. Difference: Wald on counts with 1/2 added to each cell (Agresti & Min 2005).
-    Ratio: delta method on its logarithm; left out if either is never right.
+    Ratio: delta method on its logarithm, its variance from the same counts, so that few rows without a disagreement do
+    not pass for certainty; left out if either is never right.
     """
     centre = (only_first - only_second) / (rows + 2)
     variance = only_first + only_second + 1 - (only_first - only_second) ** 2 / (rows + 2)
@@ -61,7 +62,7 @@ def share_differences(right: int, only_first: int, only_second: int, rows: int) 
     }
     other = right - only_first + only_second
     if right and other:
-        factor = math.exp(Z_95 * math.sqrt((only_first + only_second) / (right * other)))
+        factor = math.exp(Z_95 * math.sqrt((only_first + only_second + 1) / ((right + 1) * (other + 1))))
         result |= {"ratio": right / other, "ratio_95": [right / other / factor, right / other * factor]}
     return result
 

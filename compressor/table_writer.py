@@ -41,7 +41,7 @@ class Form:
     """
 
     def __init__(self, out: Path, like: Path | None = None) -> None:
-        """Raises DataError if `out` has the name of no kind that can be written, or if `like` cannot be read."""
+        """Raises DataError if `out` has the name of no kind that can be written, or `like` cannot be read as it is."""
         if kind_of(out) not in SUFFIXES:
             raise no_kind(out)
         self._out = out
@@ -49,16 +49,18 @@ class Form:
         self._waiting = list[tuple[str, dict[str, Any]]]()  # rows whose types were not looked at
         self._given = dict[str, Any]()
         self._found: Any = None
-        if kind_of(out) == ".parquet" and like is not None and kind_of(like) == ".parquet":
+        if like is not None and kind_of(like) == ".parquet":
             import pyarrow as pa
             import pyarrow.parquet as pq
 
             try:
                 schema = pq.read_schema(like)
+                _check_times(like, schema)
             except (pa.ArrowException, OSError) as error:
                 raise damaged(like, error) from error
             names = class_names(schema.metadata or {})  # codes of class labels were read as names
-            self._given = {field.name: field for field in schema if field.name not in names}
+            if kind_of(out) == ".parquet":
+                self._given = {field.name: field for field in schema if field.name not in names}
 
     def add(self, where: str, fields: dict[str, Any]) -> None:
         """Take in one more row. Raises DataError that names it, or one of the last, if it does not fit the others."""
@@ -103,6 +105,23 @@ class Form:
                     self._found = joined(self._found, [fields])
                 except (pa.ArrowException, OverflowError) as error:
                     raise DataError(f"{where} does not fit its columns' types ({error}); write .jsonl") from error
+
+
+def _check_times(path: Path, schema: Any) -> None:
+    """Raise DataError if a Parquet file has a time of day that Python, which counts microseconds, would cut."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    for name in (field.name for field in schema if field.type == pa.time64("ns")):
+        with pq.ParquetFile(path) as file:
+            try:
+                for batch in file.iter_batches(columns=[name]):
+                    batch.column(0).cast(pa.time64("us"))
+            except pa.ArrowInvalid as error:
+                raise DataError(
+                    f"{path}: column {name!r} holds times of day in nanoseconds, which would be cut; round them to "
+                    "microseconds, or write them as numbers"
+                ) from error
 
 
 def write(path: Path, rows: Iterable[dict[str, Any]], *, like: Path | None = None, schema: Any = None) -> int:

@@ -2,12 +2,18 @@
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
+from benchmarks import compare, served
 from benchmarks.baseline import against_baseline, check_baseline, read_baseline, table
+from benchmarks.bert_base import BERT_BASE
+from benchmarks.local import Wanted
 from compressor.errors import ArtifactError, GateError
+from compressor.statistics import ratio_of_rounds
 
 FILE = Path("compare.json")
 
@@ -26,7 +32,8 @@ def result(*rows: dict[str, Any], cores: int = 2) -> dict[str, Any]:
     ("was", "now", "regressed"),
     [
         ((40.0, [39.0, 41.0]), (30.0, [29.0, 31.0]), True),
-        ((40.0, [30.0, 50.0]), (30.0, [29.0, 31.0]), False),  # the intervals overlap
+        ((40.0, [27.0, 59.3]), (30.0, [29.0, 31.0]), False),  # the earlier rounds vary by more
+        ((40.0, [34.8, 46.0]), (30.0, [26.1, 34.9]), True),  # the intervals just overlap, that of the change is below 0
         ((40.0, [39.5, 40.5]), (37.0, [36.5, 37.5]), False),  # by 7.5 % only
         ((40.0, [39.0, 41.0]), (50.0, [49.0, 51.0]), False),  # better
         ((40.0, None), (30.0, [29.0, 31.0]), False),  # one round: nothing is known of it
@@ -45,6 +52,25 @@ def test_lower_by_more_than_the_tolerance_and_than_the_rounds_vary(was: Any, now
         assert "teacher_pytorch (1x32) fell by 25.0 % (allowed 10 %), from 40.00 to 30.00 times" in said
     else:
         check_baseline(found)
+
+
+@pytest.mark.parametrize(
+    ("rounds", "times_worse", "low", "high"),
+    [(4, 1.5, 0.7, 1.0), (8, 1.5, 0.95, 1.0), (8, 1.3, 0.7, 1.0), (4, 1.0, 0.0, 0.02), (8, 1.0, 0.0, 0.02)],
+)
+def test_how_often_noisy_rounds_are_called_a_regression(
+    rounds: int, times_worse: float, low: float, high: float
+) -> None:
+    """Rounds that vary by 15 %, as served ones do; by a seed, so that it is the same each time."""
+    random = np.random.default_rng(0)
+
+    def measured(middle: float) -> dict[str, Any]:
+        found = ratio_of_rounds((middle * random.lognormal(0, 0.15, rounds)).tolist(), [1.0] * rounds)
+        return result(ratio(found["ratio"], found["interval_95"], figure="served p50", where="1 clients"))
+
+    runs = [(measured(8.0), measured(8.0 / times_worse)) for _ in range(300)]
+    found = [against_baseline(now, was, file=FILE, tolerance=0.1)["compared"][0] for was, now in runs]
+    assert low <= np.mean([row["is_regression"] for row in found]) <= high
 
 
 @pytest.mark.parametrize(
@@ -85,10 +111,39 @@ def test_only_what_both_have_is_compared_and_the_rest_is_named() -> None:
     assert found["only_before"] == ["p50, 1x32, student_int8, optimum"]
     assert table(found).rows[-1] == ["p50, 1x32, student_int8, optimum", "", "-", "", "", "not measured now"]
     assert found["is_same_machine"] is False
+    assert table(found).title == (
+        "Against compare.json, measured on another machine; 2 ratios are of one of the two alone and not compared"
+    )
     assert table(found).rows[0][3] == "-4.8 %"
 
 
-ALIKE: dict[str, Any] = {"task": "sst2", "quick": False, "threads": 2}
+@pytest.mark.parametrize(
+    ("url", "than", "system", "missing"),
+    [
+        (None, "optimum", "student_int8", "optimum"),  # --peer forgotten
+        (None, BERT_BASE, "student_int8", BERT_BASE),  # --bert-base forgotten
+        (None, "sst2_teacher", "sst2", "sst2_teacher"),  # no teacher in the repository
+        ("host:1", "sst2_teacher", "sst2", "sst2_teacher"),
+        (None, "teacher_onnx", "student_int8", None),
+        (None, "sst2", "sst2", None),
+        ("host:1", "sst2", "sst2", None),
+    ],
+)
+def test_a_system_that_will_not_be_measured_is_named_before_the_run(
+    monkeypatch: pytest.MonkeyPatch, url: str | None, than: str, system: str, missing: str | None
+) -> None:
+    monkeypatch.setattr(served, "served_names", lambda run, url: ["sst2"])
+    run: Any = SimpleNamespace(publication=SimpleNamespace(metrics={"versions": {"sst2": 1}}))
+    question: Any = SimpleNamespace(url=url, baseline=FILE, wanted=Wanted())
+    before = result(ratio(2.0, None, than, system=system))
+    if missing is None:
+        compare.check_measured(run, question, before)
+    else:
+        with pytest.raises(ArtifactError, match=f"has ratios of {missing}, which would not be measured; give --bert"):
+            compare.check_measured(run, question, before)
+
+
+ALIKE: dict[str, Any] = {"task": "sst2", "url": None, "quick": False, "threads": 2}
 
 
 def written(file: Path, **changes: Any) -> Path:
@@ -112,6 +167,7 @@ def test_what_counts_of_an_earlier_result_is_read(tmp_path: Path) -> None:
     [
         ({"task": "rte"}, "was measured with task rte, this run would be with sst2; compare like with like"),
         ({"quick": True}, "was measured with quick True, this run would be with False"),
+        ({"url": "host:1"}, "was measured with url host:1, this run would be with None"),
         ({"threads": 1}, "was measured with threads 1, this run would be with 2"),
         ({"threads": None}, "was measured with threads None, this run would be with 2"),
         ({"machine": None}, r"old\.json has a fault at machine \(Field required\); measure it again"),

@@ -10,7 +10,7 @@ from compressor.checkpoints import load_classifier, load_tokenizer
 from compressor.dataset import encode, read_examples, texts_of
 from compressor.evaluate import TorchPredictor, predict
 from compressor.tasks import TASKS
-from tests.benchmarks.conftest import TinyBuild
+from tests.conftest import Line
 
 
 def test_it_has_the_size_of_bert_base_and_reads_a_larger_vocabulary() -> None:
@@ -23,8 +23,8 @@ def test_it_has_the_size_of_bert_base_and_reads_a_larger_vocabulary() -> None:
 
 @pytest.mark.triton
 @pytest.mark.slow
-def test_the_server_answers_what_the_model_answers_in_process(tiny_build: TinyBuild, tmp_path: Path) -> None:
-    run = open_run(tiny_build.run)
+def test_the_server_answers_what_the_model_answers_in_process(line: Line, tmp_path: Path) -> None:
+    run = open_run(line.run)
     model = load_classifier(run.student.path, run.task)  # a tiny model stands for the big one
     write_repository(model, run, tmp_path / "repository", cores=1)
     texts = texts_of(read_examples(run.corpus.path / "test.arrow"))

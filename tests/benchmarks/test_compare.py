@@ -2,25 +2,30 @@
 
 import copy
 import json
+import math
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
+import numpy as np
 import pytest
 
 from benchmarks import __main__ as command_line
-from benchmarks import baseline, compare, cost, served
+from benchmarks import baseline, cold, compare, cost, served
 from benchmarks.bert_base import BERT_BASE
+from benchmarks.cold import ALONE
 from benchmarks.local import STUDENT, TEACHER, Effort, Wanted
 from benchmarks.ratios import exactly
 from benchmarks.runs import forms_of, open_run
+from compressor import latency, machine
 from compressor.errors import GateError, ModelError
 from serving.runtime import TritonServer
-from tests.benchmarks.conftest import TEXTS, TinyBuild
+from tests.benchmarks.conftest import TEXTS
 from tests.benchmarks.test_compare_page import result as made_up
+from tests.conftest import Line
 
 TINY_EFFORT = Effort(
     rounds=2,
@@ -47,12 +52,17 @@ def run(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
 def test_compare_gives_one_json_object_and_a_baseline(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
-    tiny_build: TinyBuild,
+    line: Line,
     tiny_server: TritonServer,
     tmp_path: Path,
 ) -> None:
     monkeypatch.setattr(compare, "QUICK", TINY_EFFORT)
-    flags = ["--run", str(tiny_build.run), "--url", tiny_server.grpc_url, "--quick", "--json", "--out", str(tmp_path)]
+    monkeypatch.setattr(cost, "measure_starts", no_starts)
+    # Times are not what this is about.
+    for module in (latency, cost):
+        monkeypatch.setattr(module, "SETTLE_S", 0.0)
+    monkeypatch.setattr(machine, "LOOK_S", 0.1)
+    flags = ["--run", str(line.run), "--url", tiny_server.grpc_url, "--quick", "--json", "--out", str(tmp_path)]
     flags += ["--threads", "1", "--seed", "3", "--peer", "optimum", "--price-per-core-hour", "0.36"]
     assert run(monkeypatch, "compare", *flags) == 0
     out, _ = capsys.readouterr()
@@ -68,7 +78,7 @@ def test_compare_gives_one_json_object_and_a_baseline(
     assert result["time_split_ms"] == {}  # the server's metrics page is not known
     assert result["verdict"].startswith("The INT8 student ")
     assert result["overhead"]["served_client_share"] is None
-    assert result["calibration"]["systems"]["student_int8"]["rows"] == 36
+    assert result["calibration"]["systems"]["student_int8"]["rows"] == 48
     assert 0 < result["overhead"]["share"] < 1
 
     faster = json.loads((tmp_path / "compare.json").read_text())
@@ -83,12 +93,17 @@ def test_compare_gives_one_json_object_and_a_baseline(
         baseline.check_baseline(found)
 
 
+def no_starts(systems: list[str], *_: object, threads: int, starts: int) -> dict[str, Any]:
+    """In place of a process for each system, which takes seconds: `test_a_start_...` below measures some."""
+    return {name: {"starts": starts, "first_answer_s": 0.1, "uss_bytes": 1e7} for name in (ALONE, *systems)}
+
+
 def check_in_process(result: dict[str, Any]) -> None:
     assert list(result["in_process"]) == ["teacher_pytorch", "teacher_onnx", "student_fp32", "student_int8"]
     for facts in result["in_process"].values():
         assert list(facts["latency"]) == ["real_texts_batch_1", "1x8", "2x8"]
         assert all(times["p50_ms"] > 0 and len(times["p50_by_round_ms"]) == 2 for times in facts["latency"].values())
-        assert facts["test"]["rows"] == 36
+        assert facts["test"]["rows"] == 48
         assert len(facts["test"]["interval_95"]) == 2
     assert list(result["text_to_label"]) == ["student_int8", "optimum"]
     ours, theirs = (result["text_to_label"][name] for name in ("student_int8", "optimum"))
@@ -101,14 +116,7 @@ def check_in_process(result: dict[str, Any]) -> None:
 
 
 def check_costs(result: dict[str, Any]) -> None:
-    start = result["start"]
-    assert next(iter(start)) == "process_alone"
-    assert set(start) == {"process_alone", *result["in_process"], "optimum"}
-    assert all(row["first_answer_s"] > 0 and row["uss_bytes"] > 1e6 for row in start.values())
-    assert start["teacher_pytorch"]["first_answer_s"] > start["process_alone"]["first_answer_s"]
-    assert (
-        start["teacher_pytorch"]["uss_bytes"] > start["student_int8"]["uss_bytes"] > start["process_alone"]["uss_bytes"]
-    )
+    assert set(result["start"]) == {ALONE, *result["in_process"], "optimum"}
     for facts in result["processor_time"].values():
         for row in facts.values():
             assert row["cpu_s_per_1000_texts"] > 0
@@ -134,8 +142,31 @@ def test_a_million_texts_cost_what_their_seconds_cost() -> None:
     assert cost.price(1.8, 0.04) == pytest.approx(0.02)
 
 
-def test_a_process_that_cannot_load_a_system_is_one_sentence(tiny_build: TinyBuild) -> None:
-    forms = forms_of(open_run(tiny_build.run))
+def test_a_start_takes_the_time_and_memory_of_what_it_loads(line: Line) -> None:
+    forms = forms_of(open_run(line.run))
+    start = cost.measure_starts([STUDENT, TEACHER], forms, TEXTS[0], threads=1, starts=1)
+    assert list(start) == [ALONE, STUDENT, TEACHER]
+    assert all(row["first_answer_s"] > 0 and row["rss_bytes"] >= row["uss_bytes"] > 1e6 for row in start.values())
+    assert start[TEACHER]["first_answer_s"] > start[ALONE]["first_answer_s"]
+    assert start[TEACHER]["uss_bytes"] > start[STUDENT]["uss_bytes"] > start[ALONE]["uss_bytes"]
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of the library that is compared with
+def test_what_a_process_loads_alone_answers(line: Line) -> None:
+    forms = forms_of(open_run(line.run))
+    systems = (ALONE, TEACHER, "teacher_onnx", "student_fp32", STUDENT, "optimum", "torch-dynamic")
+    found = {name: cold.answer_of(name, forms, 1)(TEXTS[0]) for name in systems}
+    assert found[ALONE] is None
+    teacher, student = cast(dict[str, float], found["teacher_onnx"]), cast(dict[str, float], found[STUDENT])
+    logits = cast(list[list[float]], found[TEACHER])[0]
+    assert math.log(teacher["positive"] / teacher["negative"]) == pytest.approx(logits[1] - logits[0], abs=1e-3)
+    assert student == pytest.approx(found["student_fp32"], abs=0.2)
+    assert found["optimum"] == [max(student, key=lambda label: student[label])]
+    assert np.shape(cast(Any, found["torch-dynamic"])) == (1, 2)
+
+
+def test_a_process_that_cannot_load_a_system_is_one_sentence(line: Line) -> None:
+    forms = forms_of(open_run(line.run))
     with pytest.raises(
         ModelError, match="a process that loads nothing_known alone fails; the last it says is: KeyError"
     ):
@@ -183,6 +214,7 @@ def measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[str]:
     monkeypatch.setattr(compare, "open_run", lambda path: run)
     monkeypatch.setattr(compare, "_measure_in_process", in_process)
     monkeypatch.setattr(compare, "ratios", lambda result: MADE["ratios"])
+    monkeypatch.setattr(compare, "check_measured", lambda *_: None)  # the peers of MADE are
     for name, value in {
         "check_repository": lambda *_: None,
         "check_server": lambda *_: 2,
@@ -247,12 +279,12 @@ def test_flags_that_would_do_nothing_are_refused(
     assert capsys.readouterr().err.startswith(sentence)
 
 
-def test_bert_base_gets_the_student_s_cores(monkeypatch: pytest.MonkeyPatch, tiny_build: TinyBuild) -> None:
+def test_bert_base_gets_the_student_s_cores(monkeypatch: pytest.MonkeyPatch, line: Line) -> None:
     given: list[int] = []
     monkeypatch.setattr(compare, "bert_base", lambda task, vocabulary: "a model")
     monkeypatch.setattr(compare, "write_repository", lambda model, run, root, cores: given.append(cores))
     monkeypatch.setattr(served, "server", lambda root, url: nullcontext(served.Server(url="host:2")))
-    with compare._untrained(open_run(tiny_build.run), Wanted(bert_base=True), 6) as found:
+    with compare._untrained(open_run(line.run), Wanted(bert_base=True), 6) as found:
         assert list(found) == [BERT_BASE]
     assert given == [6]
 

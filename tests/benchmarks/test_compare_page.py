@@ -1,6 +1,7 @@
 """The page of a comparison: with 1, 3 and 20 systems, whole without a network, each figure in its place."""
 
 import re
+from functools import cache
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -88,13 +89,18 @@ def result(count: int) -> dict[str, Any]:
     }
 
 
+@cache
+def page_of(count: int) -> str:
+    """The page of that comparison, drawn once."""
+    return compare_page.html(result(count))
+
+
 @pytest.mark.parametrize("count", [1, 3, 20])
 def test_each_system_has_its_place_and_its_point(count: int) -> None:
-    found = result(count)
-    shown = compare_page.html(found)
-    for name in found["in_process"]:
+    shown = page_of(count)
+    plots = re.findall(r"<svg.*?</svg>", shown, re.DOTALL)
+    for name in result(count)["in_process"]:
         words = name.replace("_", " ")
-        plots = re.findall(r"<svg.*?</svg>", shown, re.DOTALL)
         assert sum(words in plot for plot in plots) >= 2, name  # against accuracy, and alone
         assert f"<td>{words}</td>" in shown
     assert len(re.findall("<figure", shown)) == 6
@@ -102,7 +108,7 @@ def test_each_system_has_its_place_and_its_point(count: int) -> None:
 
 
 def test_the_page_needs_no_network_and_shows_no_foreign_markup() -> None:
-    shown = compare_page.html(result(3))
+    shown = page_of(3)
     assert not re.search(r"(src|href)=[\"'](?!#)|<script|@import|url\((?!#)", shown)
     assert "&lt;b&gt;bold&lt;/b&gt;" in shown
     assert "None" not in shown
@@ -113,7 +119,7 @@ def test_the_page_needs_no_network_and_shows_no_foreign_markup() -> None:
 def test_where_another_system_is_better_the_tables_say_so() -> None:
     tables = compare_tables.by_name(result(3))
     assert [row[-1] for row in tables["ratios"].rows] == ["the other is better", "better"]
-    assert "the other is better" in compare_page.html(result(3))
+    assert "the other is better" in page_of(3)
 
 
 def test_a_regression_without_calibration_still_has_a_page() -> None:

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from benchmarks import copies
+from compressor.artifact import RUN_FILE
 from compressor.errors import ConfigError
-from compressor.pipeline import RUN_FILE
 from tests import augmenting, tiny
 from tests.conftest import Line
 

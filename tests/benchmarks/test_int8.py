@@ -13,7 +13,7 @@ from compressor.errors import GateError
 from compressor.evaluate import MODEL_FILE
 from compressor.stages.quantize.candidates import CANDIDATES
 from compressor.stages.quantize.rewriting import products, quantize_graph
-from tests.benchmarks.conftest import TinyBuild
+from tests.conftest import Line
 
 
 def result() -> dict[str, Any]:
@@ -38,8 +38,8 @@ def result() -> dict[str, Any]:
     }
 
 
-def test_the_products_alone_are_the_graph_s_own(tiny_build: TinyBuild) -> None:
-    graphs = [tiny_build.run / folder / MODEL_FILE for folder in ("6-quantize", "5-export/student")]
+def test_the_products_alone_are_the_graph_s_own(line: Line) -> None:
+    graphs = [line.run / folder / MODEL_FILE for folder in ("7-quantize", "6-export/student")]
     for graph, in_int8 in zip(graphs, (6, 0), strict=True):
         call, shapes = benchmark.products_alone(graph, 8)
         # One layer, whose keys and values alone are of every token; the pooler; the classifier, which is never in INT8.
@@ -48,8 +48,8 @@ def test_the_products_alone_are_the_graph_s_own(tiny_build: TinyBuild) -> None:
         assert call() is None  # nothing is copied out
 
 
-def test_products_that_were_left_in_fp32_are_counted(tiny_build: TinyBuild, tmp_path: Path) -> None:
-    source, graph = tiny_build.run / "5-export" / "student" / MODEL_FILE, tmp_path / MODEL_FILE
+def test_products_that_were_left_in_fp32_are_counted(line: Line, tmp_path: Path) -> None:
+    source, graph = line.run / "6-export" / "student" / MODEL_FILE, tmp_path / MODEL_FILE
     left = [item.name for item in products(onnx.load(source))][:2]
     quantize_graph(source, graph, CANDIDATES["per-row"], excluded=left)
     assert benchmark._count_products(graph) == {"int8": 4, "fp32": 3}

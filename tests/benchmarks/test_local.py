@@ -11,10 +11,11 @@ import pytest
 from benchmarks import local
 from benchmarks.local import Effort, System, measurement_overhead, read_test, rounds_summary, throughput
 from benchmarks.runs import open_run
+from compressor import latency
 from compressor.checkpoints import load_tokenizer
 from compressor.dataset import Inputs, encode
 from compressor.evaluate import OnnxPredictor, predict
-from tests.benchmarks.conftest import TinyBuild
+from tests.conftest import Line
 
 EFFORT = Effort(rounds=3, turn_s=0.05, served_rounds=1, served_turn_s=0.1)
 
@@ -23,23 +24,9 @@ def test_throughput_is_all_texts_over_all_time() -> None:
     assert throughput([100.0, 300.0], batch=32) == pytest.approx(64 / 0.4)
 
 
-def test_the_stopwatch_shows_a_known_delay() -> None:
-    calls = {"short": lambda: time.sleep(0.004), "long": lambda: time.sleep(0.012)}
-    times = EFFORT.time_rounds(local.always(calls), seed=0)
-    assert {name: len(rounds) for name, rounds in times.items()} == {"short": 3, "long": 3}
-    for name, delay_ms in (("short", 4.0), ("long", 12.0)):
-        found = rounds_summary(times[name])
-        # A sleep never ends too soon; how late it ends is the machine's affair, so the fastest is looked at.
-        assert delay_ms <= found["min_ms"] < delay_ms + 1
-        assert delay_ms <= found["p50_ms"]
-        assert len(found["p50_by_round_ms"]) == 3
-
-
 @pytest.mark.parametrize("batch", [1, 32])
-def test_slow_and_fast_systems_read_the_same_texts_in_a_round(
-    batch: int, tiny_build: TinyBuild, tmp_path: Path
-) -> None:
-    run = open_run(tiny_build.run)
+def test_slow_and_fast_systems_read_the_same_texts_in_a_round(batch: int, line: Line, tmp_path: Path) -> None:
+    run = open_run(line.run)
     encoded = encode(run.corpus, "validation", load_tokenizer(run.int8.path), run.max_tokens, cache=tmp_path)
     read: dict[str, list[list[int]]] = {"slow": [], "fast": []}
 
@@ -68,19 +55,24 @@ def test_a_round_s_median_is_of_its_own_calls() -> None:
     assert (found["p50_by_round_ms"], found["p50_ms"], found["calls"]) == ([2.0, 5.0], 3.5, 4)
 
 
-def test_what_the_benchmark_adds_is_a_share_of_the_fastest_call() -> None:
+def test_what_the_benchmark_adds_is_a_share_of_the_fastest_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(latency, "SETTLE_S", 0.0)
     systems: dict[str, Any] = {
         "fast": {"latency": {"1x8": {"p50_ms": 0.5}, "8x8": {"p50_ms": 2.0}}},
         "slow": {"latency": {"1x8": {"p50_ms": 9.0}}},
     }
-    found = measurement_overhead(systems, EFFORT, seed=0)
-    assert found["fastest_p50_ms"] == 0.5
-    assert 0 < found["empty_call_p50_ms"] < 0.025
-    assert found["share"] == found["empty_call_p50_ms"] / 0.5 < 0.05
+    shares = []
+    for seed in range(5):
+        found = measurement_overhead(systems, EFFORT, seed)
+        assert found["fastest_p50_ms"] == 0.5
+        assert found["share"] == found["empty_call_p50_ms"] / 0.5 > 0
+        shares.append(found["share"])
+    # The least of them: a busy machine holds up any call.
+    assert min(shares) < 0.05
 
 
-def test_a_quick_look_answers_the_first_test_rows(tiny_build: TinyBuild, tmp_path: Path) -> None:
-    run = open_run(tiny_build.run)
+def test_a_quick_look_answers_the_first_test_rows(line: Line, tmp_path: Path) -> None:
+    run = open_run(line.run)
     encoded = encode(run.corpus, "test", load_tokenizer(run.int8.path), run.max_tokens, cache=tmp_path)
     predictor = OnnxPredictor(run.onnx.path / "student" / "model.onnx", threads=1)
     system = System(predictor=predictor, size_bytes=1, encoded={"test": encoded})
@@ -91,4 +83,4 @@ def test_a_quick_look_answers_the_first_test_rows(tiny_build: TinyBuild, tmp_pat
     assert np.abs(found["student"] - predict(predictor, encoded)[:7]).max() < 1e-6
     texts, label_N = read_test(run, few)
     assert (len(texts), len(label_N)) == (7, 7)
-    assert len(read_test(run, EFFORT)[0]) == 36
+    assert len(read_test(run, EFFORT)[0]) == 48

@@ -14,12 +14,13 @@ from compressor.dataset import Inputs
 from compressor.errors import ConfigError
 from compressor.evaluate import OnnxPredictor
 from serving.inprocess import Files
-from tests.benchmarks.conftest import TEXTS, TinyBuild
+from tests.benchmarks.conftest import TEXTS
+from tests.conftest import Line
 
 
 @pytest.fixture
-def forms(tiny_build: TinyBuild) -> Any:
-    return forms_of(open_run(tiny_build.run))
+def forms(line: Line) -> Any:
+    return forms_of(open_run(line.run))
 
 
 def test_an_unknown_peer_is_refused_with_the_nearest() -> None:

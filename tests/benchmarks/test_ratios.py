@@ -2,11 +2,13 @@
 
 from typing import Any
 
+import numpy as np
 import pytest
 
 from benchmarks import ratios
 from benchmarks.bert_base import BERT_BASE
 from benchmarks.local import STUDENT, TEACHER
+from compressor.statistics import mcnemar, share_differences
 
 
 def system(p50: list[float], size: int, rates: list[float]) -> dict[str, Any]:
@@ -14,13 +16,13 @@ def system(p50: list[float], size: int, rates: list[float]) -> dict[str, Any]:
         "size_bytes": size,
         "latency": {"1x32": {"p50_by_round_ms": p50}},
         "throughput_by_round_texts_per_s": rates,
-        "test": {"against_teacher": {"ratio": 1.25, "ratio_95": (1.2, 1.3)}},
+        "test": {"against_teacher": {"ratio": 1.25, "ratio_95": (1.2, 1.3), "p_value": 0.2}},
     }
 
 
 def model(p50: list[float], rates: list[float]) -> dict[str, Any]:
     load = [{"concurrency": 4, "p50_by_round_ms": p50, "requests_by_round_per_s": rates}]
-    return {"load": load, "test": {"against_teacher": {"ratio": 0.5}}}
+    return {"load": load, "test": {"against_teacher": {"ratio": 0.5, "p_value": 0.01}}}
 
 
 def by_name(rows: list[dict[str, Any]]) -> dict[tuple[str, str, str, str], dict[str, Any]]:
@@ -87,7 +89,7 @@ def test_the_served_student_alone_is_compared_with_bert_base() -> None:
     ],
 )
 def test_a_metric_that_is_not_above_zero_has_no_ratio(pair: Any, ratio: Any, interval: Any) -> None:
-    found = ratios._inverse(pair)
+    found = ratios._quality("matthews", "served", "sst2", "sst2_teacher", pair)
     assert (found["ratio"], found["interval_95"]) == (ratio, interval)
 
 
@@ -102,6 +104,33 @@ def test_a_metric_that_is_not_above_zero_has_no_ratio(pair: Any, ratio: Any, int
 )
 def test_without_an_interval_two_systems_are_not_told_apart(interval: Any, standing: ratios.Standing) -> None:
     assert ratios.standing_of({"ratio": 0.95, "interval_95": interval}) is standing
+
+
+@pytest.mark.parametrize(
+    ("only_first", "only_second", "standing"),
+    [
+        (0, 5, ratios.Standing.OPEN),  # p = 0.0625, though the delta method's interval does not hold 1
+        (0, 6, ratios.Standing.AHEAD),  # p = 0.031
+        (6, 0, ratios.Standing.BEHIND),
+    ],
+)
+def test_an_accuracy_stands_as_mcnemar_s_test_says(
+    only_first: int, only_second: int, standing: ratios.Standing
+) -> None:
+    answer_N = np.ones(200, dtype=bool)
+    teacher_N, student_N = answer_N.copy(), answer_N.copy()
+    teacher_N[:only_second], student_N[-only_first or 200 :] = False, False
+    pair = mcnemar(teacher_N, student_N)
+    pair |= share_differences(int(teacher_N.sum()), only_first, only_second, 200)
+    (row,) = ratios.ratios(
+        {
+            "metric": "accuracy",
+            "in_process": {STUDENT: {"latency": {}, "test": {"against_teacher": pair}}},
+            "text_to_label": {STUDENT: {}},
+            "served": {},
+        }
+    )
+    assert ratios.standing_of(row) is standing
 
 
 def reached(ratio: float, high: float) -> dict[str, Any]:

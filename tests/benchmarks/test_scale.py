@@ -14,8 +14,9 @@ from benchmarks import scale
 from benchmarks.load import Answered, Load
 from benchmarks.scale import Plan, attention_share, findings, growth
 from benchmarks.served import Query
+from compressor import latency
 from serving.errors import ServingError
-from tests.benchmarks.conftest import TinyBuild
+from tests.conftest import Line
 
 PLAN = Plan(tokens=(8, 16, 512), batches=(1, 2), labels=(2, 9), clients=(1, 2), rounds=1, turn_s=0.0, served_s=0.3)
 
@@ -107,10 +108,9 @@ def test_failed_requests_are_counted_and_no_answer_is_an_error() -> None:
 
 @pytest.mark.triton
 @pytest.mark.filterwarnings("ignore")  # of the exporter
-def test_every_sweep_is_measured(tiny_build: TinyBuild) -> None:
-    result = scale.scale(
-        tiny_build.run, tiny_build.repository, plan=PLAN, threads=1, seed=0, command="python -m benchmarks scale"
-    )
+def test_every_sweep_is_measured(line: Line, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(latency, "SETTLE_S", 0.0)
+    result = scale.scale(line.run, line.repository, plan=PLAN, threads=1, seed=0, command="python -m benchmarks scale")
     sizes = {
         what: {name: [row["size"] for row in found] for name, found in sweep["systems"].items()}
         for what, sweep in result["sweeps"].items()

@@ -1,11 +1,11 @@
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 
 from benchmarks import served
+from benchmarks.counted import Counted
 from benchmarks.load import Answered, Load, closed_loop
 from benchmarks.local import Effort
 from benchmarks.open_loop import Arrivals, Arrived
@@ -14,7 +14,7 @@ from compressor.tasks import TASKS
 from serving import Text, triton
 from serving.errors import RepositoryError, RequestError, ServingError, UnavailableError
 from serving.runtime import TritonServer
-from tests.benchmarks.conftest import TinyBuild
+from tests.conftest import Line
 
 TEXTS = ["a good film", "a bad film with some scenes", "a fine film"]
 EFFORT = Effort(rounds=1, turn_s=0.1, served_rounds=2, served_turn_s=0.3, concurrency=(1, 4), load_shares=(0.5, 0.9))
@@ -89,14 +89,14 @@ def test_models_take_turns_at_each_rate() -> None:
     assert 0.1 < first["sent_late_p99_ms"] <= 0.3
 
 
-def test_a_missing_repository_is_refused(tiny_build: Any, tmp_path: Path) -> None:
+def test_a_missing_repository_is_refused(line: Line, tmp_path: Path) -> None:
     with pytest.raises(RepositoryError, match="does not exist"):
-        served.check_repository(open_run(tiny_build.run), tmp_path / "none")
+        served.check_repository(open_run(line.run), tmp_path / "none")
 
 
 @pytest.mark.triton
-def test_the_processes_of_a_model_are_those_of_its_repository(tiny_build: TinyBuild, tiny_server: TritonServer) -> None:
-    config = triton.from_text((tiny_build.repository / "sst2" / "config.pbtxt").read_text())
+def test_the_processes_of_a_model_are_those_of_its_repository(line: Line, tiny_server: TritonServer) -> None:
+    config = triton.from_text((line.repository / "sst2" / "config.pbtxt").read_text())
     threads = int(triton.parameters_of(config)["intra_op_threads"])
     found = served.shares(tiny_server.grpc_url, "sst2")
     assert found == {"instances": config.instance_group[0].count, "threads_of_each": threads}
@@ -121,16 +121,14 @@ class OneMissing:
         return TASKS["sst2"].labels
 
 
-def test_each_model_is_asked_for_before_anything_is_measured(
-    monkeypatch: pytest.MonkeyPatch, tiny_build: TinyBuild
-) -> None:
+def test_each_model_is_asked_for_before_anything_is_measured(monkeypatch: pytest.MonkeyPatch, line: Line) -> None:
     monkeypatch.setattr(served, "Client", OneMissing)
     monkeypatch.setattr(served, "shares", lambda url, model: {"instances": 3, "threads_of_each": 2})
-    run = open_run(tiny_build.run)
+    run = open_run(line.run)
     with pytest.raises(RequestError, match="sst2_teacher"):
-        served.check_server(run, tiny_build.repository, "host:1")
+        served.check_server(run, line.repository, "host:1")
     monkeypatch.setattr(served, "served_names", lambda run, url: ["sst2"])
-    assert served.check_server(run, tiny_build.repository, "host:1") == 6
+    assert served.check_server(run, line.repository, "host:1") == 6
 
 
 def test_no_server_is_one_sentence() -> None:
@@ -159,11 +157,16 @@ def test_answers_come_in_the_order_of_the_texts(tiny_server: TritonServer) -> No
 
 
 @pytest.mark.triton
-def test_the_parts_of_a_request_come_from_the_server_and_add_up(
-    tiny_build: TinyBuild, tiny_server: TritonServer
-) -> None:
+def test_the_server_counts_the_texts_that_were_sent_and_no_others(tiny_server: TritonServer) -> None:
+    before = Counted.read(tiny_server.metrics_url, "sst2")
+    served.ask(tiny_server.grpc_url, "sst2", [(text,) for text in TEXTS], TASKS["sst2"])
+    assert Counted.read(tiny_server.metrics_url, "sst2").texts - before.texts == len(TEXTS)
+
+
+@pytest.mark.triton
+def test_the_parts_of_a_request_come_from_the_server(line: Line, tiny_server: TritonServer) -> None:
     running = served.Server(url=tiny_server.grpc_url, metrics_url=tiny_server.metrics_url)
-    split = served.time_split_ms(open_run(tiny_build.run), running, EFFORT, seed=0)
+    split = served.time_split_ms(open_run(line.run), running, EFFORT, seed=0)
     assert set(split) == {"sst2", "sst2_teacher"}
     for parts in split.values():
         assert list(parts) == ["client", "triton", "tokenizer", "onnxruntime"]

@@ -4,9 +4,8 @@ import pytest
 
 from benchmarks import starts
 from benchmarks.students import mean_of
+from compressor.artifact import RUN_FILE
 from compressor.errors import ArtifactError
-from compressor.pipeline import RUN_FILE
-from tests.benchmarks.conftest import TinyBuild
 from tests.conftest import Line
 
 
@@ -21,8 +20,8 @@ def test_one_seed_has_no_interval():
     assert mean_of([0.89]) == {"mean": 0.89, "interval_95": None, "seeds": 1}
 
 
-def test_a_run_without_a_teacher_is_refused(tiny_build: TinyBuild, tmp_path):
-    (tmp_path / RUN_FILE).write_bytes((tiny_build.run / RUN_FILE).read_bytes())
+def test_a_run_without_a_teacher_is_refused(line: Line, tmp_path):
+    (tmp_path / RUN_FILE).write_bytes((line.run / RUN_FILE).read_bytes())
     with pytest.raises(ArtifactError, match="holds no finished artifact of kind 'examples'"):
         starts.compare_starts(
             tmp_path, {"random": "random"}, epochs=0.5, seeds=[1], out=tmp_path, threads=1, command="x"

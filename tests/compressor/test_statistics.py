@@ -63,9 +63,16 @@ def test_share_differences_by_hand():
     assert found["difference"] == pytest.approx(0.08)
     centre, spread = 8 / 102, norm.ppf(0.975) * np.sqrt(16 + 1 - 64 / 102) / 102
     assert_allclose(found["difference_95"], (centre - spread, centre + spread), atol=1e-7)
-    factor = np.exp(norm.ppf(0.975) * np.sqrt(16 / (80 * 72)))
+    factor = np.exp(norm.ppf(0.975) * np.sqrt(17 / (81 * 73)))
     assert found["ratio"] == pytest.approx(80 / 72)
     assert_allclose(found["ratio_95"], (80 / 72 / factor, 80 / 72 * factor), atol=1e-7)
+
+
+def test_equal_answers_to_few_rows_are_no_certain_ratio():
+    found = share_differences(right=20, only_first=0, only_second=0, rows=20)
+    assert found["ratio"] == 1
+    assert_allclose(found["ratio_95"], (np.exp(-norm.ppf(0.975) / 21), np.exp(norm.ppf(0.975) / 21)), atol=1e-7)
+    assert found["difference_95"][0] < 0 < found["difference_95"][1]
 
 
 def test_share_differences_give_no_ratio_to_nothing_right():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import logging
 import math
 from collections.abc import Generator, Iterator, Mapping
 from contextlib import closing, contextmanager
@@ -11,6 +12,7 @@ from decimal import Decimal
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import pyarrow as pa
 
 from compressor import __version__, artifact, table_writer, tables
@@ -21,19 +23,22 @@ from compressor.progress import Progress
 from compressor.sources import check, content_hash, file_hash
 from compressor.stages.augment.blocks import Blocks, counted, lines_of
 from compressor.stages.augment.engine import in_blocks
-from compressor.stages.augment.quality import Teacher
+from compressor.stages.augment.quality import Teacher, keep_answers
 from compressor.stages.augment.stage import make_blocks, metrics_of
 from compressor.stages.augment.tools import Texts
 from compressor.stages.augment.words import load_stop_words
-from compressor.tasks import Task
+from compressor.tasks import TASKS, Task
 
 ORIGIN = "origin"
 """Column of what is written: number, from 0, of the row that it was made from."""
 JUDGED_AT_ONCE = 2048
 TEACHER_TOKENS = 512  # what a teacher reads of a text, if it can read so much
 TEXTS_FILE, KEY_FILE = "texts.arrow", "key"  # of what is kept beside OUT
+LABEL_COLUMNS = frozenset(name.casefold() for task in TASKS.values() for name in task.label_columns)
 # Of what the stage counts.
 PASSED_ON = ("missing_rows", "duplicates", "rows_without_words", "share_by_masked_lm", "share_by_vectors")
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,9 +82,9 @@ def augment_file(
 
     All columns stay, and `origin` is added. With `config.max_disagreement` the copies that `teacher`, the folder of a
     fine-tuned checkpoint, labels otherwise are left out. The table is read before hours of work to find its mistakes;
-    it is never in memory as a whole. What is finished is kept beside OUT until OUT is whole, and the same call goes on
-    from it. Raises DataError if a row cannot be used, ConfigError if the settings do not fit together, SourceError or
-    ModelError if vectors or models cannot be had.
+    it is never in memory as a whole. What is finished, the teacher's answers as well, is kept beside OUT until OUT is
+    whole, and the same call goes on from it. Raises DataError if a row cannot be used, ConfigError if the settings do
+    not fit together, SourceError or ModelError if vectors or models cannot be had.
     """
     if (config.max_disagreement is None) != (teacher is None) or (teacher is not None and columns.label is None):
         raise ConfigError(
@@ -110,8 +115,10 @@ def augment_file(
         blocks = Blocks.of(folder / TEXTS_FILE, folder, task, seed)
         make_blocks(config, blocks, processes=processes, device=device)
         with closing(_made(source, columns, blocks)) as made:
+            kept: Iterator[_Row] = made
             bound = config.max_disagreement
-            kept = made if judge is None or bound is None else _kept(made, judge, bound)
+            if judge is not None and bound is not None:
+                kept = _kept(made, judge, bound, folder / f"judged-{content_hash(str(teacher))}")
             written = table_writer.write(out, (row.fields for row in kept), schema=schema)
         told = counted(blocks)
     found = metrics_of(told, blocks.rows, config.copies)
@@ -128,6 +135,7 @@ def _check(
 ) -> None:
     """Read a table once, and its form. Raises DataError where a row cannot be augmented, or not be written."""
     is_empty, known = True, {label.casefold() for label in labels}
+    has_score = bool(columns.label) or regression  # that its copies keep is known, or refused
     for where, fields in tables.records(source):
         is_empty = False
         others = (columns.label,) if columns.label else ()
@@ -143,8 +151,21 @@ def _check(
                 f"{where}: column {columns.label!r} holds the score {fields[columns.label]}, which would be copied to "
                 "changed texts; set regression (--regression) if that is what you want"
             )
+        found = None if has_score else _unnamed_score(fields)
+        if found is not None:
+            has_score = True
+            log.warning(
+                "%s: column %r looks like a score (%s), and copies keep it though their words are others; give "
+                "--label %s to have that refused, or --regression if it is what you want",
+                *(where, found, fields[found], found),
+            )
     if is_empty:
         raise DataError(f"{source} has no rows; give a file with a row for each text")
+
+
+def _unnamed_score(fields: Mapping[str, Any]) -> str | None:
+    """A column with the name of some task's labels that holds a score."""
+    return next((name for name in fields if name.casefold() in LABEL_COLUMNS and _is_score(fields[name])), None)
 
 
 def _is_score(value: Any) -> bool:
@@ -239,10 +260,16 @@ def _made(source: Path, columns: Columns, blocks: Blocks) -> Generator[_Row]:
     progress.close()
 
 
-def _kept(rows: Iterator[_Row], teacher: Teacher, max_disagreement: float) -> Iterator[_Row]:
-    """The rows without the copies whose other labels have, by the teacher, a probability above the bound."""
-    for some in in_blocks(rows, JUDGED_AT_ONCE, lambda row: row.texts):
+def _kept(rows: Iterator[_Row], teacher: Teacher, max_disagreement: float, judged: Path) -> Iterator[_Row]:
+    """The rows without the copies whose other labels have, by the teacher, a probability above the bound.
+
+    The teacher's answers are kept in files whose names begin with `judged`, and those found there are taken.
+    """
+    for number, some in enumerate(in_blocks(rows, JUDGED_AT_ONCE, lambda row: row.texts)):
         copies = [row for row in some if row.is_copy]
-        probability_JC = teacher.probabilities([row.texts for row in copies]) if copies else ()
+        file = judged.with_name(f"{judged.name}-{number:09}.npy")
+        if copies and not file.is_file():
+            keep_answers(teacher, [row.texts for row in copies], file)
+        probability_JC = np.load(file) if copies else ()
         doubts = iter([1 - found_C[row.label] for row, found_C in zip(copies, probability_JC, strict=True)])
         yield from (row for row in some if not row.is_copy or next(doubts) <= max_disagreement)

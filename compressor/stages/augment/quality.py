@@ -201,14 +201,19 @@ def _ask(folder: Path, teacher: Teacher, row_J: Rows, kept: Path, world: World |
     progress = Progress("judged rows", total=len(row_J), start=max(0, len(row_J) - len(missing) * ROWS_AT_ONCE))
     for first in missing[rank::size]:
         row_B = row_J[first : first + ROWS_AT_ONCE]
-        partial = _judged(kept, first).with_suffix(".new")
-        with partial.open("wb") as file:
-            np.save(file, teacher.probabilities(texts_of(rows.select(row_B))))
-        partial.replace(_judged(kept, first))
+        keep_answers(teacher, texts_of(rows.select(row_B)), _judged(kept, first))
         progress.advance(min(len(row_J), len(row_B) * size))
     progress.close()
     if world is not None:
         world.barrier()
+
+
+def keep_answers(teacher: Teacher, rows: Sequence[Texts], file: Path) -> None:
+    """Write the teacher's probabilities (J, C) for some rows; the file has its name when it is whole."""
+    partial = file.with_suffix(".new")
+    with partial.open("wb") as sink:
+        np.save(sink, teacher.probabilities(rows))
+    partial.replace(file)
 
 
 def _answers(row_J: Rows, kept: Path, count: int, task: Task) -> Probabilities:

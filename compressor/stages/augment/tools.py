@@ -88,13 +88,18 @@ def _options(
     near: Mapping[str, Sequence[str]],
     stop_words: frozenset[str],
 ) -> Options:
-    """The changes that can be made to each word: what the masked language model proposes, else the near words."""
+    """The changes that can be made to each word: what the masked language model proposes, else the near words.
+
+    None has a capital where the word has none: that would be a name.
+    """
     options = []
     for word in words:
         likely, folded = answers.get(word.start), word.text.casefold()
         written = dict.fromkeys(written_like(new, word.text) for new in likely or near[folded])
         # With capitals a word can become another: that of the Turkish dotless i is I.
         new_words = [new for new in written if new.casefold() != folded and new.casefold() not in stop_words]
+        if word.text == word.text.lower():
+            new_words = [new for new in new_words if new == new.lower()]
         if new_words:
             options.append([Change(side, word.start, word.text, new, bool(likely)) for new in new_words])
     return options

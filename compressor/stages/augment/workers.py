@@ -16,6 +16,7 @@ from typing import Any, Self
 
 from threadpoolctl import threadpool_limits
 
+from compressor import world
 from compressor.config import AugmentConfig
 from compressor.errors import CompressorError, ConfigError
 from compressor.stages.augment.tools import Tools
@@ -54,7 +55,7 @@ class Workers:
 
     def __enter__(self) -> Self:
         if self._processes > 1:
-            context = multiprocessing.get_context("spawn")
+            context = multiprocessing.get_context(world.START_METHOD)
             devices = context.SimpleQueue()
             for device in self._devices:
                 devices.put(device)

@@ -67,6 +67,14 @@ def test_one_piece_words_are_changed_by_the_model_and_others_by_the_vectors(tmp_
     assert all(change.by_masked_lm == (change.start > 0) for change in changes)
 
 
+def test_a_word_without_a_capital_is_not_replaced_by_one_with(tmp_path: Path) -> None:
+    vectors = {"film": (1, 0), "Paris": (1, 0.1), "reel": (1, 0.2), "movie": (1, 0.3)}
+    near = augmenting.glove(tmp_path / "vectors.txt", vectors)
+    rows = list(augment(["film Film"], copies=50, vectors=near, keep_names=False))
+    new = {(change.start, change.new) for row in rows for change in row.changes}
+    assert new == {(0, "reel"), (0, "movie"), (5, "Paris"), (5, "Reel"), (5, "Movie")}
+
+
 def test_copies_hold_no_fragment_and_no_special_token(sources: dict[str, Any]) -> None:
     """Defects b and p of the published code."""
     words = {change.new.casefold() for row in augment(TEXTS, copies=200, **sources) for change in row.changes}

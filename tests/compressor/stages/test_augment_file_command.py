@@ -17,12 +17,15 @@ from tests import augmenting, tiny
 from tests.augmenting import read, table
 
 
-def test_the_command_writes_the_file_and_says_what_was_made(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_writes_the_file_and_says_what_was_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     source, out, vectors = table(tmp_path / "in.csv"), tmp_path / "out.jsonl", augmenting.glove(tmp_path / "v.txt")
-    done = tiny.run("augment-file", source, out, "--text", "review", "--copies", 2, "--vectors", vectors)
-    assert done.returncode == 0, done.stderr.decode()
+    given = ("--text", "review", "--copies", 2, "--vectors", vectors)
+    done = tiny.main(monkeypatch, capsys, "augment-file", source, out, *given)
+    assert done.code == 0, done.err
     count = len(read(out))
-    assert done.stdout.decode().startswith(f"{out}: {count} rows, from 3; ")
+    assert done.out.startswith(f"{out}: {count} rows, from 3; ")
     with pytest.raises(ConfigError, match=r"out.jsonl is there already; give another OUT, or --overwrite to replace"):
         command(source, out, text="review", copies=2, vectors=vectors)
     command(source, out, text="review", copies=2, vectors=vectors, overwrite=True, as_json=True)
@@ -50,13 +53,16 @@ def test_the_command_takes_stop_words_and_names(tmp_path: Path) -> None:
     assert "the good Movie" not in stopped
 
 
-def test_the_command_has_options_for_stop_words_and_names(tmp_path: Path) -> None:
+def test_the_command_has_options_for_stop_words_and_names(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     source, vectors = table(tmp_path / "in.jsonl", [{"review": "a Film"}]), augmenting.glove(tmp_path / "v.txt")
-    given = ("--text", "review", "--copies", 2, "--vectors", vectors, "--no-keep-names")
-    done = tiny.run("augment-file", source, tmp_path / "out.jsonl", *given)
-    assert done.stdout.decode().startswith(f"{tmp_path / 'out.jsonl'}: 3 rows, from 1; "), done.stderr.decode()
-    done = tiny.run("augment-file", source, tmp_path / "b.jsonl", *given, "--stop-words", "absent.txt")
-    assert "augment.stop_words is 'absent.txt', and there is no such file" in done.stderr.decode()
+    given: tuple[object, ...] = ("--text", "review", "--copies", 2, "--vectors", vectors, "--no-keep-names")
+    done = tiny.main(monkeypatch, capsys, "augment-file", source, tmp_path / "out.jsonl", *given)
+    assert done.out.startswith(f"{tmp_path / 'out.jsonl'}: 3 rows, from 1; "), done.err
+    given += ("--stop-words", "absent.txt")
+    done = tiny.main(monkeypatch, capsys, "augment-file", source, tmp_path / "b.jsonl", *given)
+    assert "augment.stop_words is 'absent.txt', and there is no such file" in tiny.sentence(done)
 
 
 @pytest.mark.parametrize(
@@ -74,18 +80,21 @@ def test_the_command_refuses_wrong_places(tmp_path: Path, source: str, out: str,
         command(tmp_path / source, tmp_path / out, text="review", overwrite=True)
 
 
-def test_the_command_refuses_a_device_that_there_is_not(tmp_path: Path) -> None:
-    done = tiny.run(
-        "augment-file", table(tmp_path / "in.csv"), tmp_path / "o.csv", "--text", "review", "--device", "gpu"
-    )
+def test_the_command_refuses_a_device_that_there_is_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    places = (table(tmp_path / "in.csv"), tmp_path / "o.csv")
+    done = tiny.main(monkeypatch, capsys, "augment-file", *places, "--text", "review", "--device", "gpu")
     assert tiny.sentence(done) == "error: --device is 'gpu'; known: auto, cpu, cuda"
 
 
-def test_the_command_takes_candidates_and_the_probability_of_a_word(tmp_path: Path) -> None:
+def test_the_command_takes_candidates_and_the_probability_of_a_word(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     source, out, vectors = table(tmp_path / "in.jsonl"), tmp_path / "out.jsonl", augmenting.glove(tmp_path / "v.txt")
-    given = ("--text", "review", "--copies", 2, "--vectors", vectors, "--json")
-    done = tiny.run("augment-file", source, out, *given, "--candidates", 1, "--replace-probability", 0.9)
-    assert done.returncode == 0, done.stderr.decode()
+    given = ("--text", "review", "--copies", 2, "--vectors", vectors, "--candidates", 1, "--replace-probability", 0.9)
+    done = tiny.main(monkeypatch, capsys, "augment-file", source, out, *given, "--json")
+    assert done.code == 0, done.err
     config = augmenting.settings(2, vectors=vectors, candidates=1, replace_probability=0.9, keep_names=True)
     augment_file(source, tmp_path / "same.jsonl", Columns(text="review"), config, seed=42)
     assert out.read_bytes() == (tmp_path / "same.jsonl").read_bytes()

@@ -109,7 +109,7 @@ def test_a_window_that_is_no_multiple_of_eight_is_not_padded_over(words: int) ->
 
 
 def test_control_characters_do_not_move_the_words() -> None:
-    text = "a\x00 good\x1b film\u200b ."
+    text = "a\x00 good\x1b \u200b film ."
     lm = made()
     (found,) = lm.answers([(text, eligible_words(text))], 5)
     assert {text[start : start + 4] for start in found} == {"good", "film"}

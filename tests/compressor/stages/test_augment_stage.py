@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import os
 import random
-import subprocess
-import sys
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,7 @@ from compressor.stages.augment import augment, augment_examples, blocks, engine,
 from compressor.stages.augment.tools import Tools
 from compressor.steps import Where, steps
 from compressor.tasks import TASKS
-from tests import augmenting, tiny
+from tests import augmenting, processes, tiny
 from tests.augmenting import PAIRS, ROWS, examples, run, settings
 
 
@@ -220,24 +219,20 @@ def test_a_stage_that_was_interrupted_goes_on_from_the_blocks_it_finished(
     assert not (out / "checkpoint").exists()
 
 
-KILLED = """\
-import os, signal, sys
-from pathlib import Path
-from compressor.artifact import Artifact
-from compressor.stages.augment import augment_examples, blocks, stage
-from tests import augmenting
-blocks.ROWS_AT_ONCE = 1
-write = blocks.write_rows
-def dies(tools, of, block, first):
-    if block == int(sys.argv[2]):
-        os.kill(os.getpid(), signal.SIGKILL)
-    write(tools, of, block, first)
-stage.write_rows = dies
-folder = Path(sys.argv[1])
-corpus = Artifact.open(folder / "corpus", kind="examples")
-config = augmenting.settings(vectors=str(folder / "vectors.txt"))
-augment_examples(config, corpus, seed=0, key="k", out=folder / "out")
-"""
+def augment_and_die(folder: Path, dies_at: int) -> None:
+    """Die before a block of rows is written; there is none of number -1."""
+    write = blocks.write_rows
+
+    def dies(tools: Any, of: Any, block: int, first: Any) -> None:
+        if block == dies_at:
+            os.kill(os.getpid(), signal.SIGKILL)
+        write(tools, of, block, first)
+
+    vars(blocks).update(ROWS_AT_ONCE=1)
+    vars(stage).update(write_rows=dies)
+    corpus = Artifact.open(folder / "corpus", kind="examples")
+    config = settings(vectors=str(folder / "vectors.txt"))
+    augment_examples(config, corpus, seed=0, key="k", out=folder / "out")
 
 
 def test_a_stage_that_was_killed_ends_with_the_same_bytes(tmp_path: Path) -> None:
@@ -245,26 +240,20 @@ def test_a_stage_that_was_killed_ends_with_the_same_bytes(tmp_path: Path) -> Non
     whole, _ = run(tmp_path, name="whole")
     examples(tmp_path / "corpus", ROWS, TASKS["sst2"])
     for block, status in ((2, -9), (-1, 0)):
-        command = [sys.executable, "-c", KILLED, str(tmp_path), str(block)]
-        assert subprocess.run(command, check=False, timeout=60).returncode == status
+        assert processes.in_new_process(augment_and_die, tmp_path, block) == status
     assert Artifact.open(tmp_path / "out", kind="examples").content == whole.content
 
 
-TOGETHER = """\
-import sys
-from pathlib import Path
-from compressor.artifact import Artifact
-from compressor.stages.augment import augment_examples, blocks, quality
-from tests import augmenting
-blocks.ROWS_AT_ONCE = quality.ROWS_AT_ONCE = 3
-folder = Path(sys.argv[1])
-corpus, teacher = Artifact.open(folder / "whole-corpus", kind="examples"), Artifact.open(folder / "t", kind="teacher")
-given = {"vectors": str(folder / "vectors.txt"), "masked_lm": str(folder / "lm"), "max_disagreement": 0.5}
-made = augment_examples(
-    augmenting.settings(**given), corpus, teacher=teacher, seed=0, key="k", out=folder / "out", device="cpu"
-)
-sys.stdout.write(f"{made.content}\\n")  # at once: print would let the lines of two processes mix
-"""
+def augment_together(folder: Path) -> None:
+    """What each of two processes does."""
+    vars(blocks).update(ROWS_AT_ONCE=3)
+    vars(quality).update(ROWS_AT_ONCE=3)
+    corpus, teacher = (
+        Artifact.open(folder / name, kind=kind) for name, kind in (("whole-corpus", "examples"), ("t", "teacher"))
+    )
+    config = settings(vectors=str(folder / "vectors.txt"), masked_lm=str(folder / "lm"), max_disagreement=0.5)
+    made = augment_examples(config, corpus, teacher=teacher, seed=0, key="k", out=folder / "out", device="cpu")
+    (folder / f"content-{os.environ['RANK']}").write_text(made.content)
 
 
 def test_processes_of_torchrun_make_the_same_bytes(tmp_path: Path) -> None:
@@ -273,12 +262,8 @@ def test_processes_of_torchrun_make_the_same_bytes(tmp_path: Path) -> None:
     judged: dict[str, Any] = {"teacher": teacher, "max_disagreement": 0.5}
     whole, _ = run(tmp_path, PAIRS * 3, task="rte", name="whole", masked_lm=lm, **judged)
     assert 0 < whole.metrics["dropped_rows"] < whole.metrics["agreement"]["copies"]["rows"]
-    (tmp_path / "together.py").write_text(TOGETHER, encoding="utf-8")
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    command = [*launcher, str(tmp_path / "together.py"), str(tmp_path)]
-    where = os.environ | {"PYTHONPATH": str(Path(augmenting.__file__).parents[1])}
-    done = subprocess.run(command, check=True, timeout=200, capture_output=True, text=True, env=where)
-    assert done.stdout.split() == [whole.content] * 2
+    assert processes.ended(*processes.start_together(augment_together, tmp_path)) == [0, 0]
+    assert [(tmp_path / f"content-{rank}").read_text() for rank in "01"] == [whole.content] * 2
     made = Artifact.open(tmp_path / "out", kind="examples")
     # It decides nothing, and its last digits depend on the number of threads.
     perplexity = {name: pytest.approx(value, rel=1e-6) for name, value in whole.metrics["perplexity"].items()}
@@ -341,7 +326,7 @@ def test_a_regression_that_is_asked_for_copies_its_scores(tmp_path: Path) -> Non
 
 
 def test_what_is_counted_of_the_copies_is_read_without_their_texts(tmp_path: Path) -> None:
-    long = "good film " * 50_000
+    long = "good film " * 5_000
     made, _ = run(tmp_path, [(long, 1)] * 4, copies=1)
     before, pool = pa.default_memory_pool(), pa.proxy_memory_pool(pa.default_memory_pool())
     pa.set_memory_pool(pool)

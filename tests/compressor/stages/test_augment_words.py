@@ -70,6 +70,15 @@ def change(word: Word, new: str) -> Change:
         ("👍 good 👨‍👩‍👧 film", ["good", "film"]),
         ("فيلم جيد", ["فيلم", "جيد"]),
         ("good\x00film\x1bplot", ["good", "film", "plot"]),
+        ("a beau\u00adti\u00adful film", ["film"]),
+        ("film می\u200cخواهم", ["film"]),
+        ("good\u200bfilm plot", ["plot"]),
+        ("well\u2010made and well\u2011played plot", ["plot"]),
+        ("a good\u2013fine film\u2014plot \u2015 actor", ["good", "fine", "film", "plot", "actor"]),
+        ("a top-10 film, a Boeing-747, B-52", ["film"]),
+        ("rock&roll, rock&2 film", ["film"]),
+        ("class'99 and class’99, rating=5 film", ["film"]),
+        ("good- and bad-looking film", ["good", "film"]),
     ],
 )
 def test_words_that_may_be_replaced(text: str, words: list[str]) -> None:
@@ -86,9 +95,13 @@ def test_letters_without_spaces_are_one_word() -> None:
     ("text", "words"),
     [
         ("Films about Paris are good", ["Films", "good"]),
-        ('A film. Paris is good! "Great plot" - Rome; NASA\'s', ["film", "Paris", "good", "Great", "plot", "Rome"]),
+        ('A film. Paris is good! "Great plot" - Rome; NASA\'s', ["film", "Paris", "good", "Great", "plot"]),
         ("the film NASA made", ["film", "made"]),
-        ("PARIS IS GOOD", ["PARIS", "GOOD"]),
+        ("PARIS IS GOOD FILM", ["PARIS", "GOOD", "FILM"]),
+        ("I love London", ["love"]),  # too few words to be a headline
+        ("I, Tom, saw a film", ["saw", "film"]),
+        ("Film. Plot. Good. Fine. Rome is a fine place", ["Film", "Plot", "Good", "Fine", "Rome", "fine", "place"]),
+        ("Paris. Rome. Good. We saw Oslo there", ["Paris", "Rome", "Good", "saw"]),  # first words make no headline
         ("Good Film With A Plot", ["Good", "Film", "Plot"]),
         ("fine\nParis is fine", ["fine", "Paris", "fine"]),
     ],
@@ -97,11 +110,25 @@ def test_a_capital_within_a_sentence_is_a_name(text: str, words: list[str]) -> N
     assert names(text, keep_names=True) == words
 
 
-@pytest.mark.parametrize(
-    "negation", ["no", "not", "nor", "never", "none", "nothing", "nobody", "nowhere", "neither", "without", "cannot"]
-)
+NEGATIONS = """
+absence absent almost barely cannot devoid fail few fewer hardly instead lack lacking lacks least less lesser little
+minus nearly neither never no nobody non none nor not nothing nowhere rarely scarcely seldom unable unlike without
+"""
+
+
+@pytest.mark.parametrize("negation", NEGATIONS.split())
 def test_negations_are_never_replaced(negation: str) -> None:
     assert names(f"{negation} {negation.upper()} {negation.title()}") == []
+
+
+def test_what_turns_the_meaning_round_stays_in_a_sentence() -> None:
+    assert names("little wit, less charm, fewer laughs; an almost perfect non story") == [
+        "wit",
+        "charm",
+        "laughs",
+        "perfect",
+        "story",
+    ]
 
 
 def test_stop_words_are_lower_case() -> None:
@@ -166,7 +193,6 @@ def test_no_word_stands_in_a_tag_or_an_address(text: str) -> None:
         ("movie", "film", "movie"),
         ("movie", "Film", "Movie"),
         ("movie", "FILM", "MOVIE"),
-        ("Paris", "film", "Paris"),
         ("élan", "Film", "Élan"),
         ("movie", "iPhone", "movie"),
     ],
