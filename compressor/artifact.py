@@ -6,8 +6,10 @@ is always whole; `kill -9` leaves at most the `.partial`, which the next run tak
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import json
+import logging
 import os
 import shutil
 import time
@@ -22,11 +24,12 @@ from typing import Any
 from safetensors import SafetensorError
 
 from compressor import machine
-from compressor.errors import ArtifactError
+from compressor.errors import NO_DISK_ERRORS, ArtifactError, refused_write
 from compressor.sources import file_hash
 from compressor.world import World, group, refuse_together
 
 MANIFEST = "manifest.json"
+RUN_FILE = "run.json"  # in a run folder, beside the artifacts: the recipe that they are made by
 BEGUN = "begun.json"
 RESULT = "result.json"
 CHECKPOINT = "checkpoint"  # folder for what a stage needs only until it is finished
@@ -34,6 +37,7 @@ LEADER = "leader"  # file, beside a checkpoint, by which processes on several ma
 SHARED_PATIENCE_S = 30.0  # network file systems show new files late
 REPLACED = "replaced"  # where an older artifact of the same name goes until the new one is in its place
 FORMAT = 1
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -85,7 +89,10 @@ def begun_key(partial: Path) -> str | None:
 
 
 def read(path: Path) -> Artifact | None:
-    """The artifact in `path` without checking its files, or None if there is none."""
+    """The artifact in `path` without checking its files, or None if there is none.
+
+    Raises ArtifactError if its manifest cannot be read, or is another tool's.
+    """
     try:
         manifest = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -93,7 +100,7 @@ def read(path: Path) -> Artifact | None:
     except (OSError, ValueError) as error:
         raise ArtifactError(f"{path / MANIFEST} cannot be read ({error}); delete {path} and run again") from error
     # Web pages and browser extensions have a manifest.json as well.
-    if not isinstance(manifest, dict) or not {"kind", "key", "content"} <= manifest.keys():
+    if not isinstance(manifest, dict) or not {"kind", "key", "content", "files", "parents"} <= manifest.keys():
         raise ArtifactError(f"{path / MANIFEST} is not a manifest of this tool; choose another --out, or move it away")
     return Artifact(path, manifest)
 
@@ -140,7 +147,8 @@ def write(
     """Write an artifact: yields the folder to fill, seals it and gives it its name on success.
 
     A `.partial` folder left by an interrupted run of the very same stage is kept, so that training can go on from its
-    checkpoint; any other is thrown away. Raises ArtifactError if `out` is not ours or the disk refuses.
+    checkpoint; any other is thrown away. Raises ArtifactError if `out` is not ours, if another process is writing it,
+    or if the disk refuses.
 
     `together`: every process that torchrun started may come here with the same arguments; the leader writes, and all
     leave when the artifact is whole. Raises ConfigError if there are several without it, and ArtifactError if they do
@@ -175,34 +183,63 @@ def _written(
     partial = _partial(out)
     try:
         refuse_foreign(out)
-        _begin(partial, kind, key)
-        if world is not None:
-            _show_leader(partial, world)
-        started, earlier_s = time.monotonic(), float(_begun(partial)["seconds"])
-        machine.reset_peak_memory()
-        draft = Draft(partial, world=world)
-        try:
-            yield draft
-        finally:
-            spent_s = earlier_s + time.monotonic() - started
-            if partial.is_dir():
-                _note(partial, kind, key, seconds=spent_s)
-        _seal(draft, out, kind=kind, key=key, section=section, parents=parents, seconds=spent_s)
-    except OSError as error:
-        if isinstance(error, (ConnectionError, TimeoutError, ChildProcessError)):
+        partial.mkdir(parents=True, exist_ok=True)
+        with alone(partial, what=out):
+            _begin(partial, kind, key)
+            if world is not None:
+                _show_leader(partial, world)
+            started, earlier_s = time.monotonic(), float(_begun(partial)["seconds"])
+            machine.reset_peak_memory()
+            draft = Draft(partial, world=world)
+            try:
+                yield draft
+            finally:
+                spent_s = earlier_s + time.monotonic() - started
+                if partial.is_dir():
+                    _note(partial, kind, key, seconds=spent_s)
+            _seal(draft, out, kind=kind, key=key, section=section, parents=parents, seconds=spent_s)
+    except (OSError, SafetensorError) as error:
+        if refused := refused_write(error, partial):
+            raise refused from error
+        if isinstance(error, NO_DISK_ERRORS):
             raise
-        if error.errno is None:  # a library's own kind, about what it was given to read
-            raise ArtifactError(f"{out} was not made: {error}") from error
-        where = error.filename or partial
-        if isinstance(error, FileNotFoundError):  # of what is written, the folder is there
+        if isinstance(error, FileNotFoundError) and error.errno is not None:  # of what is written, the folder is there
+            where = error.filename or partial
             raise ArtifactError(
                 f"{out} was not made: there is no {where}; run the stage that writes it again"
             ) from error
-        raise ArtifactError(
-            f"cannot write {where}: {error.strerror or error}; free space or choose another --out"
-        ) from error
-    except SafetensorError as error:  # its writer's own class for a full disk
-        raise ArtifactError(f"cannot write {partial}: {error}; free space or choose another --out") from error
+        raise ArtifactError(f"{out} was not made: {error}") from error
+
+
+@contextmanager
+def alone(folder: Path, *, what: Path) -> Iterator[None]:
+    """Keep other processes from writing in a folder that is there; one that is killed keeps it no longer.
+
+    Raises ArtifactError, which names `what` is written, if another process keeps it.
+    """
+    # The folder itself is locked: a file for that would be left lying about, and be another one for whoever waits.
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise ArtifactError(
+                f"another compressor is writing {what}; wait for it, or choose another --out"
+            ) from error
+        except OSError:
+            log.debug("%s is on a file system without locks", folder)  # as some network file systems are
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def empty(folder: Path) -> None:
+    """Delete what is in a folder; it stays itself, with its lock."""
+    for path in folder.iterdir():
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        else:
+            path.unlink()
 
 
 def _partial(out: Path) -> Path:
@@ -248,17 +285,15 @@ def refuse_foreign(out: Path) -> None:
 
 
 def _begin(partial: Path, kind: str, key: str) -> None:
-    """Make the partial folder, or take up the one that the same stage left."""
-    if partial.exists():
-        names = {path.name for path in partial.iterdir()}
-        # A sealed .partial is one that was killed before it got its name; one without a note was killed at its birth.
-        if not (BEGUN in names or names <= {BEGUN + ".new"} or read(partial) is not None):
-            raise ArtifactError(f"{partial} exists and is not an unfinished artifact; move it away")
-        if _begun(partial).get("key") == key:
-            (partial / MANIFEST).unlink(missing_ok=True)  # killed between the manifest and the name
-            return
-        shutil.rmtree(partial)
-    partial.mkdir(parents=True)
+    """Begin in the partial folder, or go on with what the same stage left there."""
+    names = {path.name for path in partial.iterdir()}
+    # A sealed .partial is one that was killed before it got its name; one without a note was killed at its birth.
+    if not (BEGUN in names or names <= {BEGUN + ".new"} or read(partial) is not None):
+        raise ArtifactError(f"{partial} exists and is not an unfinished artifact; move it away")
+    if _begun(partial).get("key") == key:
+        (partial / MANIFEST).unlink(missing_ok=True)  # killed between the manifest and the name
+        return
+    empty(partial)
     _note(partial, kind, key, seconds=0.0)
 
 

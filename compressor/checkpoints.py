@@ -35,7 +35,7 @@ from transformers.utils import logging as transformers_logging
 from compressor.errors import ModelError, SourceError
 from compressor.shapes import SIZES, Sizes, check_same
 from compressor.sources import PICKLED, SAFETENSORS
-from compressor.tasks import Task
+from compressor.tasks import Task, folded
 
 transformers_logging.set_verbosity_error()  # "newly initialised" warnings: the load is checked and reported here
 log = logging.getLogger(__name__)
@@ -160,7 +160,7 @@ def adopt_classifier(folder: Path, task: Task) -> tuple[BertForSequenceClassific
             f"the checkpoint {folder} has {outputs} outputs; {task.name} is a regression and needs 1; "
             "use a checkpoint that was fine-tuned for it"
         )
-    order = [0] if task.is_regression else _label_order(folder, config, task)
+    order = [0] if task.is_regression else _label_order(folder, task)
     _set_head(config, task)
     model, report = _load(folder, config, weights, keep_head=True)
     with torch.no_grad():
@@ -277,6 +277,9 @@ def _config(folder: Path) -> BertConfig:
             raise _misconfigured(folder, f"gives no {name}")
         if not isinstance(given[name], int) or given[name] < 1:
             raise _misconfigured(folder, f"gives {name} {given[name]!r}, which is no whole number above 0")
+    for name in ("is_decoder", "add_cross_attention"):  # attention is another then, which losses would not see
+        if given.get(name):
+            raise ModelError(f"{folder}/config.json gives {name} true, and only encoders are supported; use one")
     if str(given.get("hidden_act", "gelu")) not in ACT2FN:
         raise _misconfigured(folder, f"gives hidden_act {given['hidden_act']!r}, which the library does not know")
     try:
@@ -302,10 +305,10 @@ def _set_head(config: BertConfig, task: Task) -> None:
         config.label2id = {label: index for index, label in enumerate(task.labels)}
 
 
-def _label_order(folder: Path, config: BertConfig, task: Task) -> list[int]:
+def _label_order(folder: Path, task: Task) -> list[int]:
     """The checkpoint's class of each of the task's labels. Raises ModelError unless the names are the task's."""
     names = list(label_names(folder))
-    mine, theirs = ([name.casefold() for name in known] for known in (task.labels, names))
+    mine, theirs = (list(map(folded, known)) for known in (task.labels, names))
     if sorted(mine) != sorted(theirs):
         raise ModelError(
             f"the checkpoint {folder} has labels {names}; {task.name} has {list(task.labels)}; "

@@ -65,7 +65,7 @@ def augment(
 ) -> None:
     """Make more training text by replacing words, and report how far it can be trusted."""
     wanted = with_options(overrides, {"augment.max_disagreement": max_disagreement})
-    config, name, _ = chosen_recipe(task, recipe, device, wanted)
+    config, name, _ = chosen_recipe(task, recipe, device, wanted, corpus=corpus)
     if config.augment is None:
         raise ConfigError(f"recipe {name} has no [augment] section; add one, or leave the stage out")
     if config.augment.max_disagreement is not None and teacher is None:
@@ -91,7 +91,7 @@ def finetune(
     device: DeviceOption = "auto",
 ) -> None:
     """Train a teacher, or adopt a checkpoint with --teacher."""
-    config, _, _ = chosen_recipe(task, recipe, device, overrides, teacher=teacher)
+    config, _, _ = chosen_recipe(task, recipe, device, overrides, teacher=teacher, corpus=corpus)
     _run_stage(_step(config, "finetune", processes=processes, device=device), {"corpus": corpus}, out)
 
 
@@ -105,7 +105,7 @@ def adapt(
     device: DeviceOption = "auto",
 ) -> None:
     """Make the masked language model of augment.masked_lm = "adapt" from the teacher's base and the task's text."""
-    config, name, _ = chosen_recipe(task, recipe, device, overrides)
+    config, name, _ = chosen_recipe(task, recipe, device, overrides, corpus=corpus)
     if config.adaptation is None:
         raise ConfigError(f'recipe {name} has no augment.masked_lm = "adapt"; set it, or leave the stage out')
     _run_stage(_step(config, "adapt", processes=processes, device=device), {"corpus": corpus}, out)
@@ -151,7 +151,7 @@ def distill(
     device: DeviceOption = "auto",
 ) -> None:
     """Teach a student, by one of the recipe's distill stages."""
-    config, name, _ = chosen_recipe(task, recipe, device, overrides)
+    config, name, _ = chosen_recipe(task, recipe, device, overrides, corpus=corpus)
     if stage >= len(config.distill):
         raise ConfigError(f"--stage is {stage}; recipe {name} has [[distill]] stages 0 to {len(config.distill) - 1}")
     if (student is None) != (stage == 0):
@@ -179,7 +179,7 @@ def export(
 ) -> None:
     """Export student and teacher to ONNX; fails with 3 if the logits differ from PyTorch's by more than the bound."""
     wanted = with_options(overrides, {"export.triton_release": triton_release})
-    config, _, _ = chosen_recipe(task, recipe, "auto", wanted)
+    config, _, _ = chosen_recipe(task, recipe, "auto", wanted, corpus=corpus)
     _run_stage(_step(config, "export"), {"student": student, "teacher": teacher, "corpus": corpus}, out)
 
 
@@ -198,7 +198,7 @@ def quantize(
 ) -> None:
     """Quantize the student to INT8; fails with 3 if every candidate loses more accuracy than the bound."""
     wanted = with_options(overrides, {"quantize.target_cpu": target_cpu})
-    config, _, _ = chosen_recipe(task, recipe, "auto", wanted)
+    config, _, _ = chosen_recipe(task, recipe, "auto", wanted, corpus=corpus)
     parents = {"onnx": onnx, "student": student, "teacher": teacher, "corpus": corpus}
     _run_stage(_step(config, "quantize"), parents, out)
 
@@ -223,11 +223,13 @@ def publish(
     from compressor import world
     from serving.control import served_at
 
-    config, _, _ = chosen_recipe(task, recipe, "auto", overrides)
+    config, _, _ = chosen_recipe(task, recipe, "auto", overrides, corpus=corpus)
     step = _step(config, "publish", repository=repository)
     _run_stage(step, {"int8": int8, "onnx": onnx, "corpus": corpus}, out)
     if verify and world.leads():
-        check_repository(repository, url=served_at(repository))
+        # The embedded server lacks that backend: what is published for it is checked for the container.
+        release = config.export.triton_release if config.publish.runtime == "onnxruntime" else None
+        check_repository(repository, release=release, url=served_at(repository))
 
 
 def _step(

@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 from pydantic import Field, model_validator
 
 from compressor.machine import TargetCpu
-from compressor.section import Fraction, Positive, Rate, Section, refuse_unused
+from compressor.section import Fraction, Name, Positive, Rate, Section, refuse_unused
 from compressor.tasks import TaskConfig, find_task
 from compressor.triton_releases import format_for
 
@@ -20,7 +20,7 @@ ENGLISH = "en"  # as augment.stop_words: the list that comes with the package
 class CorpusConfig(Section):
     """Where the labelled text comes from and how it is split."""
 
-    source: str
+    source: Name
     """`index:`, `hub:`, or the path of a file or folder."""
     undecided: Annotated[float, Field(ge=0)] = 0.5
     """Rated texts whose mean rating is smaller than this in size are left out (ratings run from -4 to 4)."""
@@ -45,11 +45,11 @@ class AugmentConfig(Section):
     """Chance of each eligible word to be replaced in a copy (p_t)."""
     candidates: Positive = 15
     """Replacement words considered per word (K)."""
-    vectors: str
+    vectors: Name
     """Word vectors: `package:` or the path of a GloVe text file."""
-    masked_lm: str | None = None
+    masked_lm: Name | None = None
     """Masked language model for words that are one word piece; none = word vectors for every word."""
-    stop_words: str = ENGLISH
+    stop_words: Name = ENGLISH
     """Words that are never replaced nor put in another's place: `en`, or the path of a list, a word on each line."""
     keep_names: bool = True
     """Leave words alone that have a capital within a sentence. For languages that write nouns so, turn it off."""
@@ -86,9 +86,9 @@ class Optimisation(Section):
 class FinetuneConfig(Optimisation):
     """The teacher."""
 
-    base: str
+    base: Name
     """Pretrained encoder that the teacher starts from."""
-    teacher: str | None = None
+    teacher: Name | None = None
     """A checkpoint already fine-tuned, adopted instead of training one (also `--teacher`)."""
 
 
@@ -99,7 +99,7 @@ class StudentConfig(Section):
     hidden: Positive = 312
     heads: Positive = 12
     intermediate: Positive = 1200
-    init: str = "project"
+    init: Name = "project"
     """`project`, `teacher-layers`, `random`, `general` (the recipe's [general]), or the source of a general student."""
     layer_map: Annotated[tuple[Positive, ...], Field(strict=False)] | None = None
     """Teacher layer, from 1, that each student layer learns from; if not given, the last of each of equal parts."""
@@ -140,11 +140,11 @@ class Imitation(Optimisation):
 class GeneralConfig(Imitation):
     """General distillation: a pretrained teacher's inside, learnt on any text."""
 
-    source: str
+    source: Name
     """Text: `package:`, `hub:`, or the path of .txt (a document a line), .tsv, .csv, .jsonl or .parquet files."""
     column: str = "text"
     """The column that holds the text in files that have columns."""
-    teacher: str | None = None
+    teacher: Name | None = None
     """Pretrained encoder to learn from; finetune.base if not given."""
     init: Literal["project", "teacher-layers", "random"] = "random"
     """What the general student starts from."""
@@ -155,7 +155,7 @@ class GeneralConfig(Imitation):
 class AdaptConfig(Optimisation):
     """A masked language model for augmentation, made from the teacher's base encoder: augment.masked_lm = "adapt"."""
 
-    corpus: Annotated[tuple[str, ...], Field(strict=False)] = ()
+    corpus: Annotated[tuple[Name, ...], Field(strict=False)] = ()
     """Text to learn from besides the task's training rows: sources as of [general]."""
     corpus_share: Annotated[float, Field(gt=0, le=1)] = 1.0
     """Share of each corpus' documents that is used, spread evenly over it."""
@@ -265,8 +265,9 @@ class QuantizeConfig(Section):
     target_cpu: TargetCpu = "auto"
     """Instruction set of the machine that will serve; `auto` is this one. Without VNNI signed weights get 7 bits."""
     trim_vocabulary: bool = False
-    """Keep only word pieces that the task's training text, or `vocabulary_texts`, use; others become smaller pieces."""
-    vocabulary_texts: Annotated[tuple[str, ...], Field(strict=False)] = ()
+    """Keep only word pieces used by the training text, and by vocabulary_texts if given; others become smaller pieces.
+    """
+    vocabulary_texts: Annotated[tuple[Name, ...], Field(strict=False)] = ()
     """More text whose word pieces are kept: sources as of [general]."""
     vocabulary_column: str = "text"
     """The column that holds the text in files of `vocabulary_texts` that have columns."""

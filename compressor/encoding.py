@@ -61,7 +61,7 @@ def encoded_file(examples: Path, content: str, tokenizer: Any, max_tokens: int, 
     rules.enable_truncation(max_tokens, strategy="longest_first")
     name = hashlib.sha256(f"{FORMAT} {content} {rules.to_str()}".encode()).hexdigest()[:24]
     file = cache / f"{name}.arrow"
-    if not file.exists():
+    if not _is_whole(file):
         cache.mkdir(parents=True, exist_ok=True)
         for left in cache.glob(f"{name}.*.partial"):
             if not psutil.pid_exists(int(left.suffixes[-2][1:])):  # its writer was killed
@@ -76,10 +76,25 @@ def encoded_file(examples: Path, content: str, tokenizer: Any, max_tokens: int, 
                     100 * unknown,
                     examples,
                 )
+            with draft.open("rb") as written:
+                os.fsync(written.fileno())  # or a power failure could leave the name without the bytes
             draft.rename(file)
         finally:
             draft.unlink(missing_ok=True)
     return file
+
+
+def _is_whole(file: Path) -> bool:
+    """Whether a file of token ids is there, and not cut short, as after a power failure."""
+    if not file.is_file():
+        return False
+    try:
+        with pa.memory_map(str(file)) as source:
+            pa.ipc.open_file(source)
+    except pa.ArrowInvalid:
+        log.warning("%s is damaged and is made again", file)
+        return False
+    return True
 
 
 def _write(examples: Path, rules: Tokenizer, unknown_id: int | None, target: Path) -> float:

@@ -14,6 +14,10 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable
 
+from safetensors import SafetensorError
+
+NO_DISK_ERRORS = (ConnectionError, TimeoutError, ChildProcessError)  # of the classes that are OSErrors
+
 
 class CompressorError(Exception):
     """One sentence that names the thing, the value found, the rule and the remedy."""
@@ -45,6 +49,19 @@ class GateError(CompressorError):
     """A gate failed; the message holds the measured value and its bound."""
 
     exit_code = 3
+
+
+def refused_write(error: Exception, where: object) -> ArtifactError | None:
+    """The sentence for a system that refuses to write `where`, unless the error names a file; None for other errors."""
+    if isinstance(error, SafetensorError):  # its writer's own class for a full disk
+        return ArtifactError(f"cannot write {where}: {error}; free space or choose another --out")
+    if not isinstance(error, OSError) or isinstance(error, (*NO_DISK_ERRORS, FileNotFoundError)):
+        return None
+    if error.errno is None:  # a library's own class, about what it was given to read
+        return None
+    return ArtifactError(
+        f"cannot write {error.filename or where}: {error.strerror or error}; free space or choose another --out"
+    )
 
 
 def nearest(name: str, known: Iterable[str]) -> str:

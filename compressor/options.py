@@ -14,6 +14,7 @@ from compressor.world import check_device
 
 if TYPE_CHECKING:
     from compressor.config import BuildConfig
+    from compressor.tasks import Task, TaskConfig
 
 TaskOption = Annotated[str | None, typer.Option("--task", help="Task, one of `compressor tasks`.")]
 RecipeOption = Annotated[str, typer.Option("--recipe", help="auto, laptop, paper, or the path of a .toml file.")]
@@ -57,20 +58,54 @@ def chosen_recipe(
     *,
     data: str | None = None,
     teacher: str | None = None,
+    corpus: Path | None = None,
 ) -> tuple[BuildConfig, str, str]:
-    """The recipe with its overrides, its name, and why it was chosen."""
-    from compressor.recipe import load_recipe
+    """The recipe with its overrides, its name, and why it was chosen.
+
+    The folder `corpus` of a stage of that name says what was read already: source, and the task with its labels.
+    Raises ConfigError if the recipe is for another task than that.
+    """
+    from compressor import artifact
+    from compressor.dataset import task_of
+    from compressor.recipe import RECIPES, load_recipe
 
     check_device(device)
     name, why = auto_recipe(device) if recipe == "auto" else (recipe, "as given")
+    found = None if corpus is None else artifact.read(corpus)
+    known = task_of(found) if found is not None and found.manifest["kind"] == "examples" else None
+    if found is not None and known is not None:
+        data = data or found.manifest["section"].get("source")
+        if task is None and name in RECIPES and not known.is_own:
+            task = known.name
     applied = with_options(overrides, {"corpus.source": data, "finetune.teacher": teacher})
     config = load_recipe(task, name, tuple(applied))
+    if known is not None:
+        return config.model_copy(update={"task": _task_of_corpus(config.task, known, corpus)}), name, why
     if config.task.is_own and not config.task.is_regression and config.task.labels is None:
         from compressor.stages.corpus import find_labels
 
         named = config.task.model_copy(update={"labels": find_labels(config.corpus, config.task)})
         config = config.model_copy(update={"task": named})
     return config, name, why
+
+
+def _task_of_corpus(task: TaskConfig, known: Task, corpus: Path | None) -> TaskConfig:
+    """A recipe's task, with the labels of a corpus' if it is to find them. Raises ConfigError if the tasks differ."""
+    if task.is_own and not task.is_regression and task.labels is None:
+        task = task.model_copy(update={"labels": known.labels})
+    wanted = task.row()
+    for what, theirs, ours in (
+        ("of task", known.name, wanted.name),
+        ("with the text columns", known.columns, wanted.columns),
+        ("with the metrics", known.metrics, wanted.metrics),
+        ("with the labels", known.labels, wanted.labels),
+    ):
+        if theirs != ours:
+            raise ConfigError(
+                f"--corpus {corpus} holds examples {what} {theirs!r}, and the recipe is for {ours!r}; give the recipe "
+                "that the corpus was made by, or a corpus made by this one"
+            )
+    return task
 
 
 def with_options(overrides: list[str] | None, given: Mapping[str, Any]) -> list[str]:

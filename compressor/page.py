@@ -19,6 +19,7 @@ from jinja2 import ChoiceLoader, Environment, PackageLoader, StrictUndefined
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator
+from scipy.optimize import isotonic_regression
 
 Form = Literal["html", "markdown"]
 # Colours that matplotlib writes, and what the page puts in their place.
@@ -220,14 +221,10 @@ def _finish(axes: Axes, labels: tuple[str, str], ends: Mapping[str, tuple[float,
 
 def spread(places: Sequence[float], gap: float) -> list[float]:
     """Places in rising order, moved as little as needed to be `gap` apart; neighbours in a heap keep its middle."""
-    heaps: list[list[float]] = []  # [sum of wanted starts, places in it]
-    for number, place in enumerate(places):
-        heaps.append([place - number * gap, 1.0])
-        while len(heaps) > 1 and heaps[-2][0] / heaps[-2][1] > heaps[-1][0] / heaps[-1][1]:
-            total, count = heaps.pop()
-            heaps[-1] = [heaps[-1][0] + total, heaps[-1][1] + count]
-    starts = [total / count for total, count in heaps for _ in range(int(count))]
-    return [start + number * gap for number, start in enumerate(starts)]
+    steps = gap * np.arange(len(places))
+    # Places are `gap` apart where what is left without the steps does not fall.
+    spaced: list[float] = (isotonic_regression(np.asarray(places) - steps).x + steps).tolist()
+    return spaced
 
 
 def _log_scale(axes: Axes, axis: Literal["x", "y"], values: Iterable[float]) -> None:

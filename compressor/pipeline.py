@@ -4,21 +4,19 @@ from __future__ import annotations
 
 import json
 import logging
-import shutil
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from compressor import __version__, artifact, shapes, sources
-from compressor.artifact import Artifact
+from compressor.artifact import RUN_FILE, Artifact
 from compressor.config import BuildConfig, Optimisation
 from compressor.errors import ArtifactError, ConfigError, SourceError
 from compressor.machine import missing_extras
 from compressor.steps import Parents, Step, Where, steps
 from compressor.world import resolve_device
 
-RUN_FILE = "run.json"
 MODULES = {"export": ("onnxruntime",), "quantize": ("onnxruntime",), "publish": ("onnxruntime", "tritonclient")}
 """What stages import that an extra brings."""
 
@@ -105,7 +103,8 @@ def _reusable(step: Step, key: str, parents: Parents, path: Path) -> Artifact | 
 def build(config: BuildConfig, recipe: str, run: Path, where: Where, *, overwrite: bool = False) -> dict[str, Artifact]:
     """Run every stage that is not there already; returns the artifacts by step name.
 
-    What is finished stays whatever happens later. Raises CompressorError as the stages do.
+    What is finished stays whatever happens later. Raises CompressorError as the stages do, and ArtifactError if another
+    build is at work in `run`.
     """
     line = steps(config, where)
     check_ready(line)
@@ -117,21 +116,41 @@ def build(config: BuildConfig, recipe: str, run: Path, where: Where, *, overwrit
             sources.reach_hub(source, what=what)
     if todo and where.device == "cuda":  # PyTorch is needed to ask, and takes seconds to load
         resolve_device(where.device)
-    open_run(run, recipe, config, overwrite=overwrite)
+    _make_folder(run)
     done: dict[str, Artifact] = {}
-    for number, step in enumerate(line, start=1):
-        label = f"[{number}/{len(line)}] {step.name.partition('-')[2]}"
-        parents = {role: done[name] for role, name in step.parents.items()}
-        done[step.name] = _made(step, parents, run / step.name, label)
+    with artifact.alone(run, what=run):
+        open_run(run, recipe, config, overwrite=overwrite)
+        for number, step in enumerate(line, start=1):
+            label = f"[{number}/{len(line)}] {step.name.partition('-')[2]}"
+            parents = {role: done[name] for role, name in step.parents.items()}
+            done[step.name] = _made(step, parents, run / step.name, label)
     return done
 
 
 def run_step(step: Step, parents: Mapping[str, Path], out: Path) -> Artifact:
-    """Run one stage on finished artifacts, given by role and path, unless `out` holds its result already."""
+    """Run one stage on finished artifacts, given by role and path, unless `out` holds its result already.
+
+    Raises ArtifactError also if one of them was made from another corpus, and CompressorError as the stage does.
+    """
     check_ready([step])
     kinds = {"corpus": "examples", "start": "student", "general": "general-student", "masked_lm": "masked-lm"}
     opened = {role: Artifact.open(path, kind=kinds.get(role, role)) for role, path in parents.items()}
+    _refuse_other_corpora(opened)
     return _made(step, opened, out, step.stage)
+
+
+def _refuse_other_corpora(parents: Parents) -> None:
+    """Raise ArtifactError if something was made from other rows than the corpus', which may be those held out there."""
+    corpus = parents.get("corpus")
+    for role, found in parents.items():
+        made_from = found.manifest["parents"].get("corpus", {}).get("content")
+        if made_from is None and role == "examples":  # they are a corpus themselves
+            made_from = found.content
+        if corpus is not None and made_from not in (None, corpus.content):
+            raise ArtifactError(
+                f"{found.path} belongs to another corpus than {corpus.path}, and may have learnt from its held-out "
+                f"rows; give the corpus that it was made from, or make it again from this one"
+            )
 
 
 def _made(step: Step, parents: Parents, out: Path, label: str) -> Artifact:
@@ -194,16 +213,25 @@ def refuse_foreign_run(run: Path) -> None:
 def open_run(run: Path, recipe: str, config: BuildConfig, *, overwrite: bool) -> None:
     """Make the run folder, or take up our own. Raises ArtifactError if it belongs to something else."""
     refuse_foreign_run(run)
+    _make_folder(run)
     marker = run / RUN_FILE
     try:
         if overwrite and marker.is_file():
-            shutil.rmtree(run)
-        run.mkdir(parents=True, exist_ok=True)
+            artifact.empty(run)
         facts = {"compressor": __version__, "recipe": recipe, "config": config.model_dump()}
         partial = run / f"{RUN_FILE}.new"
         partial.write_text(json.dumps(facts, indent=1), encoding="utf-8")
         partial.replace(marker)
     except OSError as error:
-        raise ArtifactError(
-            f"cannot write --out {run}: {error.strerror}; free space or choose another folder"
-        ) from error
+        raise _unwritable(run, error) from error
+
+
+def _make_folder(run: Path) -> None:
+    try:
+        run.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise _unwritable(run, error) from error
+
+
+def _unwritable(run: Path, error: OSError) -> ArtifactError:
+    return ArtifactError(f"cannot write --out {run}: {error.strerror}; free space or choose another folder")

@@ -96,7 +96,7 @@ def load_recipe(task: str | None, recipe: str, overrides: tuple[str, ...] = ()) 
     if not path.is_file():
         raise ConfigError(f"recipe file {recipe} does not exist; `compressor recipe sst2 > {path.name}` writes one")
     try:
-        text = path.read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"recipe file {recipe} cannot be read: {error}") from error
     config = read_recipe(text, overrides, name=recipe)
@@ -137,7 +137,7 @@ def _sentence(item: Any) -> str:
     if item["type"] == "missing":
         remedy = "; give --data FOLDER, a folder with train, dev and test files" if where == "corpus.source" else ""
         return f"{where} is missing{remedy}"
-    message = item["msg"].removeprefix("Value error, ")
+    message = item["msg"].removeprefix("Value error, ").replace("valid tuple", "list")
     if item["type"] == "value_error":
         return f"{where}: {message}"
     return f"{where} is {item['input']!r}; {message[0].lower()}{message[1:]}"

@@ -14,7 +14,7 @@ import numpy as np
 
 from compressor.errors import DataError
 from compressor.tables import TSV_QUOTES, Records, dialect_hint
-from compressor.tasks import Names, Task
+from compressor.tasks import Names, Task, folded
 
 log = logging.getLogger(__name__)
 Row = tuple[tuple[str, ...], float]  # one text or the two of a pair, and the label index or score
@@ -138,7 +138,7 @@ def written(label: Any) -> str:
 
 
 def _label(raw: Any, classes: Mapping[str, int], task: Task, where: str) -> int:
-    index = classes.get(written(raw).casefold())
+    index = classes.get(folded(written(raw)))
     if index is None:
         known = list(task.labels)
         if task.codes:

@@ -86,11 +86,25 @@ def check(source: str, *, what: str) -> None:
         package_folder(name, what=what)
     elif kind == "index":
         index_file(name, what=what)
-    elif not Path(source).exists():
+    elif not source or not _exists(source):  # pathlib takes nothing for the current folder
         kinds = "write hub:owner/name, package:name, index:name==version, or a path that exists"
         raise SourceError(f"{what} is {source!r}, and there is no such file or folder; {kinds}")
+    elif not (Path(source).is_file() or Path(source).is_dir()):
+        raise SourceError(f"{what} is {source!r}, which is neither a file nor a folder; copy what it gives to a file")
     if what == VECTORS:
         vector_files(source, what=what)
+
+
+def _exists(source: str) -> bool:
+    try:
+        return Path(source).exists()
+    except OSError as error:
+        raise unreadable(source, error) from error
+
+
+def unreadable(source: object, error: OSError) -> SourceError:
+    """The sentence for a file or folder that the system does not let be read."""
+    return SourceError(f"{error.filename or source} cannot be read: {error.strerror}; change its permissions")
 
 
 def word_list(source: str, *, what: str) -> frozenset[str]:
@@ -300,7 +314,8 @@ def reach_hub(source: str, *, what: str) -> None:
 def content_hash(source: str) -> str:
     """SHA-256 over what a source holds, or over its name where the name pins the content.
 
-    An index file is pinned by hash and a hub entry is identified by its name; a package or path is read.
+    An index file is pinned by hash and a hub entry is identified by its name; a package or path is read. Raises
+    SourceError if that is not permitted.
     """
     kind, _, name = source.partition(":")
     if kind == "index":
@@ -308,11 +323,14 @@ def content_hash(source: str) -> str:
     if kind == "hub":
         return hashlib.sha256(source.encode()).hexdigest()
     root = package_folder(name, what="a source") if kind == "package" else Path(source)
-    files = sorted(path for path in root.rglob("*") if path.is_file()) if root.is_dir() else [root]
     digest = hashlib.sha256()
-    for path in files:
-        digest.update(str(path.relative_to(root)).encode())
-        digest.update(file_hash(path).encode())
+    try:
+        files = sorted(path for path in root.rglob("*") if path.is_file()) if root.is_dir() else [root]
+        for path in files:
+            digest.update(str(path.relative_to(root)).encode())
+            digest.update(file_hash(path).encode())
+    except OSError as error:
+        raise unreadable(source, error) from error
     return digest.hexdigest()
 
 

@@ -98,16 +98,23 @@ def dataset_records(dataset: Any, where: str) -> Records:
 
 def _read_tsv(path: Path, header: Sequence[str], *, gaps: bool) -> Records:
     """GLUE's dialect: tabs separate, quotes mean nothing, one row a line."""
-    rows: Iterator[tuple[str, list[str]]]
-    rows = ((f"{path}, line {number}", line.split("\t")) for number, line in lines(path))
+    rows: Iterator[tuple[int, list[str]]]
+    rows = ((number, line.split("\t")) for number, line in lines(path))
     first = next(rows, None)
     if first is None:
         return
+    last = first[0]
     if not header or set(header) & set(first[1]):  # CoLA's test file has a header line, its others have none
-        header = _checked(first[1], first[0])
+        header = _checked(first[1], f"{path}, line {last}")
     else:
         rows = chain([first], rows)
-    for where, values in rows:
+    for number, values in rows:
+        if len(header) == 1 and number > last + 1:
+            raise DataError(
+                f"{path}, line {last + 1}: an empty line, which with one column could be a row without text; drop it, "
+                "or save the file as .csv or .jsonl"
+            )
+        where, last = f"{path}, line {number}", number
         missing = [None] * (len(header) - len(values) if gaps else 0)
         yield where, _fields(header, [*values, *missing], where)
 
@@ -127,7 +134,16 @@ def _read_csv(path: Path) -> Records:
             else:
                 header = _checked(values, where)
     except csv.Error as error:
-        raise DataError(f"{path}, line {reader.line_num}: {error}") from error
+        raise DataError(f"{path}, line {reader.line_num}: {_csv_mistake(str(error))}") from error
+
+
+def _csv_mistake(said: str) -> str:
+    """What the CSV library finds wrong, with the remedy."""
+    if "unexpected end of data" in said:
+        return "a quoted field has no end; close its quotes, or double those that are text"
+    if "new-line character" in said:
+        return "a carriage return stands outside quotes; end lines with LF or CRLF"
+    return f"{said}; quote fields that hold quotes, commas or line ends, and double the quotes in them"
 
 
 def _read_jsonl(path: Path) -> Records:
@@ -137,6 +153,8 @@ def _read_jsonl(path: Path) -> Records:
             fields = json.loads(line)
         except ValueError as error:
             raise DataError(f"{where}: not a JSON object: {error}") from error
+        except RecursionError as error:
+            raise DataError(f"{where}: JSON of too many levels; correct or drop the row") from error
         if not isinstance(fields, dict):
             raise DataError(f"{where}: not a JSON object but {type(fields).__name__}")
         if "\\u" in line:
@@ -162,12 +180,15 @@ def _read_parquet(path: Path, only: str | None) -> Records:
     try:
         with pq.ParquetFile(path) as file:
             schema = file.schema_arrow
+            _checked(schema.names, str(path))
             columns = [only] if only in schema.names else None
             batches = file.iter_batches(batch_size=ROWS_AT_ONCE, columns=columns)
             rows = (row for batch in batches for row in batch.to_pylist())
             yield from _numbered(rows, class_names(schema.metadata or {}), str(path))
     except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
         raise damaged(path, error) from error
+    except (OverflowError, ValueError) as error:  # Python has no such date
+        raise DataError(f"{path} holds a value that cannot be read ({error}); correct its column or drop it") from error
 
 
 def damaged(path: Path, error: Exception) -> DataError:
@@ -177,7 +198,8 @@ def damaged(path: Path, error: Exception) -> DataError:
 
 def class_names(metadata: Mapping[bytes, bytes]) -> dict[str, list[str]]:
     """Names of class labels by column, which `datasets` leaves in the Parquet files that it writes."""
-    features = json.loads(metadata.get(b"huggingface", b"{}")).get("info", {}).get("features", {})
+    info = json.loads(metadata.get(b"huggingface", b"{}")).get("info") or {}
+    features = info.get("features") or {}
     labels = ((column, kind) for column, kind in features.items() if isinstance(kind, dict))
     return {column: kind["names"] for column, kind in labels if kind.get("_type") == "ClassLabel"}
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import unicodedata
 from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, model_validator
@@ -87,12 +88,12 @@ class Task(BaseModel):
 
     @property
     def classes(self) -> dict[str, int]:
-        """Class by each name and code, case-folded."""
-        return {text.casefold(): index for known in (self.codes, self.labels) for index, text in enumerate(known)}
+        """Class by each name and code, `folded`."""
+        return {folded(text): index for known in (self.codes, self.labels) for index, text in enumerate(known)}
 
     def label_index(self, value: str) -> int | None:
         """Class of a label written as a name (any case) or as one of the codes; None if it is neither."""
-        return self.classes.get(value.strip().casefold())
+        return self.classes.get(folded(value))
 
     def imbalance_remedy(self, blind: float) -> str | None:
         """What the user can do if the same answer to every text has the score `blind`; None if that is fair."""
@@ -100,6 +101,11 @@ class Task(BaseModel):
             return None
         order = ", or list task.labels with the one that is looked for as the second" if self.metric == "f1" else ""
         return f'set task.metric = "matthews"{order}'
+
+
+def folded(label: str) -> str:
+    """A label as it is compared: without its case, and with one form for letters that Unicode can write in two."""
+    return unicodedata.normalize("NFC", label.strip().casefold())
 
 
 def _glue(name: str, **facts: object) -> Task:
@@ -231,7 +237,7 @@ class TaskConfig(Section):
         broken = [label for label in self.labels or () if not label.strip() or label.splitlines() != [label]]
         if broken:
             raise ValueError(f"labels hold {broken[0]!r}; each must be one line that is not empty")
-        if self.labels is not None and len({label.strip().casefold() for label in self.labels}) < len(self.labels):
+        if self.labels is not None and len(set(map(folded, self.labels))) < len(self.labels):
             raise ValueError(f"labels are {list(self.labels)}; they must differ in more than case")
         return self
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import math
+import os
 import time
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
@@ -17,7 +18,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers.models.bert.modeling_bert import BertEmbeddings, BertSdpaSelfAttention, BertSelfAttention
@@ -391,21 +392,28 @@ class _State:
         _save(tensors, self._file, {"facts": json.dumps(facts)})
 
     def load(self, world: World) -> tuple[int, dict[str, Any], float]:
-        """Step to go on from, history and best metric so far: the beginning if nothing was saved."""
+        """Step to go on from, history and best metric so far: the beginning if nothing usable was saved."""
         if not self._file.is_file():
             return 0, {}, -1.0
         slots = dict[int, dict[str, Tensor]]()
         weights = dict[str, Tensor]()
-        with safe_open(self._file, framework="pt") as file:
-            facts = json.loads(file.metadata()["facts"])
-            names: list[str] = file.keys()  # it cannot be iterated itself
-            for name in names:
-                part, _, rest = name.partition(".")
-                if part == "model":
-                    weights[rest] = file.get_tensor(name)
-                else:
-                    index, _, slot = rest.partition(".")
-                    slots.setdefault(int(index), {})[slot] = file.get_tensor(name)
+        try:
+            with safe_open(self._file, framework="pt") as file:
+                facts = json.loads(file.metadata()["facts"])
+                names: list[str] = file.keys()  # it cannot be iterated itself
+                for name in names:
+                    part, _, rest = name.partition(".")
+                    if part == "model":
+                        weights[rest] = file.get_tensor(name)
+                    else:
+                        index, _, slot = rest.partition(".")
+                        slots.setdefault(int(index), {})[slot] = file.get_tensor(name)
+            if facts["best"] > -1.0:
+                load_file(self._best)
+        except (FileNotFoundError, SafetensorError) as error:
+            if world.is_leader:
+                log.warning("the checkpoint in %s is damaged (%s); training begins again", self._file.parent, error)
+            return 0, {}, -1.0
         self._module.load_state_dict(weights)
         self._optimizer.load_state_dict(self._optimizer.state_dict() | {"state": slots})
         if self._scaler.is_enabled() and facts["scaler"]:  # none if the steps before were not in fp16
@@ -425,4 +433,6 @@ class _State:
 def _save(tensors: dict[str, Tensor], path: Path, metadata: dict[str, str]) -> None:
     partial = path.with_suffix(".new")
     save_file({name: value.detach().contiguous().clone() for name, value in tensors.items()}, partial, metadata)
+    with partial.open("rb") as file:
+        os.fsync(file.fileno())  # or a power failure could leave the name without the bytes
     partial.replace(path)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import ctypes
 import json
 import logging
-import math
 import os
+import sys
 import tempfile
 import time
 import traceback
@@ -18,7 +18,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from compressor.errors import CompressorError, ConfigError
+from compressor.errors import CompressorError, ConfigError, refused_write
 
 if TYPE_CHECKING:
     import torch
@@ -30,16 +30,13 @@ LAUNCHER_LOGS = ("torch.distributed.elastic.multiprocessing.api", "torch.multipr
 # What the libraries say when the process at the other end of a connection is gone.
 LOST_WORDS = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "remote process exited", "gloo")
 LOST_PATIENCE_S = 5.0
-# Version 2 of control groups, and version 1: quota and period in microseconds.
-CPU_QUOTAS = (
-    ("/sys/fs/cgroup/cpu.max",),
-    ("/sys/fs/cgroup/cpu/cpu.cfs_quota_us", "/sys/fs/cgroup/cpu/cpu.cfs_period_us"),
-)
 # For the others' part of a step.
 PATIENCE = timedelta(minutes=30)
 # For one that does something alone, such as tokenizing millions of rows. One that ends is noticed at once, because its
 # connections close; only one whose machine is gone without a word is waited for that long.
 ALONE_PATIENCE = timedelta(days=1)
+# Not a fork of this process, which would have neither PyTorch's threads nor a device that it was using.
+START_METHOD = "spawn"
 LOCAL_PLACE = {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
 log = logging.getLogger(__name__)
 
@@ -92,15 +89,10 @@ class World:
 
 
 def available_cores() -> int:
-    """Cores this process may really use: the scheduler's mask, capped by the cgroup's CPU quota."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    for names in CPU_QUOTAS:
-        try:
-            quota, period = " ".join(Path(name).read_text(encoding="ascii") for name in names).split()
-        except (OSError, ValueError):
-            continue
-        return cores if quota in ("max", "-1") else max(1, min(cores, math.ceil(int(quota) / int(period))))
-    return cores
+    """Cores this process may really use; where the system does not tell, those of the machine."""
+    from serving.cores import available_cores as told  # here: the package around it loads a web client
+
+    return told() if sys.platform == "linux" else os.cpu_count() or 1
 
 
 def check_device(name: str) -> None:
@@ -150,7 +142,7 @@ def launch(work: Callable[..., None], *args: Any, processes: int = 1, device: st
         rdzv_backend="c10d",
         rdzv_endpoint="127.0.0.1:0",
         max_restarts=0,
-        start_method="spawn",
+        start_method=START_METHOD,
     )
     for name in LAUNCHER_LOGS:
         logging.getLogger(name).setLevel(logging.CRITICAL)
@@ -227,7 +219,8 @@ def _worker(work: Callable[..., None], args: tuple[Any, ...], kind: str, level: 
     try:
         with _world(kind) as world:
             work(world, *args)
-    except Exception as error:
+    except Exception as found:
+        error = refused_write(found, "the result") or found
         trace = None if isinstance(error, CompressorError) else traceback.format_exc()
         told = {"rank": int(os.environ["RANK"]), "reason": str(error) or repr(error), "trace": trace}
         (reasons / f"{time.monotonic_ns():020}.{told['rank']}").write_text(json.dumps(told), encoding="utf-8")

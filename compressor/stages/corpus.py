@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import re
 from array import array
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -25,14 +26,16 @@ from compressor.config import CorpusConfig
 from compressor.dataset import Example, write_examples
 from compressor.errors import DataError, SourceError
 from compressor.rows import Row, Table, checked_rows, checked_text, column_of, is_missing, listed, no_answer, written
-from compressor.sources import check, hub_data, index_file, index_text
+from compressor.sources import check, hub_data, index_file, index_text, unreadable
 from compressor.tables import SUFFIXES, dataset_records, kind_of, lines, records
-from compressor.tasks import Names, Task, TaskConfig
+from compressor.tasks import Names, Task, TaskConfig, folded
 
 log = logging.getLogger(__name__)
 TRAIN: Names = ("train",)  # name of the file or hub split
 VALIDATION: Names = ("val", "valid")  # what a validation split may be called besides the task's own names
 MAX_LABELS_FOUND = 1000
+WHOLE = re.compile(r"^(-?\d+)\.0+$")  # number written with a decimal point
+ROUNDED = 1e-3  # share of the spread of scores by which their storage may round them
 
 
 @dataclass(frozen=True)
@@ -82,6 +85,8 @@ def corpus(config: CorpusConfig, task: Task, *, seed: int, key: str, out: Path) 
         _refuse_one_answer(rows, task, what)
         if not task.is_regression:
             _warn_of_absent_labels(rows, task, what)
+    if task.is_regression:
+        _refuse_rounding(splits["train"], f"the train split of {config.source}")
     _warn_of_imbalance(splits["train"], task, f"the train split of {config.source}")
     extra_files = {name: files for name, files in task.extra_files.items() if name in splits}
     found = task.model_copy(update={"extra_files": extra_files})
@@ -107,6 +112,17 @@ def _refuse_one_answer(rows: Split, task: Task, what: str) -> None:
     kind, rule = ("score", "two scores") if task.is_regression else ("label", "two labels")
     only = answers[0] if task.is_regression else task.labels[int(answers[0])]
     raise DataError(f"{what} has only {kind} {only!r}; it needs at least {rule}; add rows with another")
+
+
+def _refuse_rounding(rows: Split, what: str) -> None:
+    """Raise DataError if scores are so alike beside their size that the 32 bits of their storage would mix them up."""
+    error = np.abs(rows.label_N - rows.label_N.astype(np.float32)).max()
+    if error > ROUNDED * rows.label_N.std():
+        low, high = float(rows.label_N.min()), float(rows.label_N.max())
+        raise DataError(
+            f"{what} has scores from {low!r} to {high!r}, which 32-bit numbers would round by up to {error:g}; "
+            "subtract a constant from all of them, such as the lowest"
+        )
 
 
 def _warn_of_absent_labels(rows: Split, task: Task, what: str) -> None:
@@ -145,7 +161,7 @@ def find_labels(config: CorpusConfig, task: TaskConfig) -> Names:
     """The labels in the training rows of a user's own task, in alphabetical order.
 
     For `f1` the rarer one of two comes second, because F1 is of the second. Raises DataError if there are fewer than
-    two, or so many that they must be numbers, or two that differ in case alone, and SourceError as `corpus`.
+    two, or so many that they must be numbers, or two that are one written in two ways, and SourceError as `corpus`.
     """
     assert task.label is not None  # a task of the user's own
     check(config.source, what="corpus.source")
@@ -159,11 +175,14 @@ def find_labels(config: CorpusConfig, task: TaskConfig) -> Names:
         if is_missing(raw):
             raise no_answer(where, rows, task.label, "label")
         label = _new_label(raw, where)
-        known = found.setdefault(label.casefold(), label)
+        known = found.setdefault(WHOLE.sub(r"\1", folded(label)), label)
+        if folded(known) != folded(label):
+            raise DataError(f"{where}: label {label!r} is the number of label {known!r}; write them alike")
         if known != label:
+            how = "case" if known.casefold() == label.casefold() else "Unicode form"
             raise DataError(
-                f"{where}: label {label!r} differs from label {known!r} in case alone; write them alike, or list "
-                "task.labels, which are read in any case"
+                f"{where}: label {label!r} differs from label {known!r} in {how} alone; write them alike, or list "
+                f"task.labels, which are read in any {how}"
             )
         counts[label] += 1
         if len(found) > MAX_LABELS_FOUND:
@@ -322,7 +341,10 @@ def _tables(
     elif path.is_file():
         return {"train": (str(path), partial(records, path, header=header, only=only, gaps=gaps))}
     else:
-        files = sorted(file for file in path.iterdir() if kind_of(file) in SUFFIXES)
+        try:
+            files = sorted(file for file in path.iterdir() if kind_of(file) in SUFFIXES)
+        except OSError as error:
+            raise unreadable(path, error) from error
         read = partial(records, header=header, only=only, gaps=gaps)
         there = [(file.stem.lower(), file.name, (str(file), partial(read, file))) for file in files]
         remedy = f"put train{' or train'.join(SUFFIXES)} there"

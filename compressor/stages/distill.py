@@ -8,6 +8,8 @@ from __future__ import annotations
 import hashlib
 import logging
 import math
+import os
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -163,12 +165,7 @@ def _work(world: World, job: _Job) -> None:
     if config.objective == "intermediate":
         module, check = Intermediate(model, teacher, layers, config, projections), None
     else:
-        row_S = rows_seen(train, config, job.seed)
-        file = _logits_file(job, row_S, world)
-        scratch = job.out / CHECKPOINT
-        logits_NC = teacher_logits(teacher, train, row_S, config.precision, world=world, file=file, scratch=scratch)
-        refuse_uniform(logits_NC, row_S, job.teacher.path)
-        module, check = Prediction(model, logits_NC, config), validate
+        module, check = Prediction(model, _logits_to_learn(job, teacher, train, world), config), validate
         metrics["head_trained"] = True
     metrics["history"] = fit(
         module,
@@ -236,6 +233,17 @@ def _projection_rows(original: Encoded, seed: int) -> Rows:
     return rows[np.argsort(original.lengths(rows), kind="stable")]
 
 
+def _logits_to_learn(
+    job: _Job, teacher: BertForSequenceClassification, train: Encoded, world: World
+) -> NDArray[np.float32]:
+    """The teacher's logits (N, C) for the rows that the stage comes to. Raises ModelError if they tell nothing."""
+    row_S = rows_seen(train, job.config, job.seed)
+    file, scratch = _logits_file(job, row_S, world), job.out / CHECKPOINT
+    logits_NC = teacher_logits(teacher, train, row_S, job.config.precision, world=world, file=file, scratch=scratch)
+    refuse_uniform(logits_NC, row_S, job.teacher.path)
+    return logits_NC
+
+
 def _logits_file(job: _Job, row_S: Rows | None, world: World) -> Path:
     """Where the teacher's logits are kept: beside the encoded rows, for every stage that asks the same of them."""
     asked = f"{job.teacher.content} {job.examples.content} {job.max_tokens} {job.config.precision} {world.device.type}"
@@ -258,9 +266,10 @@ def teacher_logits(
 
     Each process does its share, unless the file is there already. Only the leader writes: clients of a network file
     system write whole pages back, also the rows of others in them. What an interrupted run left in `scratch`, a folder
-    of this run alone, is gone on from. Raises ArtifactError if a process does not see the file.
+    of this run alone, is gone on from. Raises ArtifactError if a process does not see the file, and OSError if the
+    leader's disk is full.
     """
-    if not world.broadcast(world.is_leader and file.is_file()):
+    if not world.broadcast(world.is_leader and _is_whole(file)):
         partial, count = scratch / file.name, len(examples) if row_S is None else len(row_S)
         done = partial.with_suffix(".rows")
         begun = world.broadcast(int(done.read_text()) if world.is_leader and done.is_file() else 0)
@@ -268,6 +277,7 @@ def teacher_logits(
             scratch.mkdir(parents=True, exist_ok=True)
             shape = len(examples), teacher.config.num_labels
             logits_NC = open_memmap(partial, mode="r+" if begun else "w+", dtype=np.float32, shape=shape)
+            _take_space(partial)
         progress = Progress("teacher", total=count, start=begun, visible=world.is_leader)
         for first in range(begun, count, LOGIT_ROWS):
             last = min(first + LOGIT_ROWS, count)
@@ -286,6 +296,28 @@ def teacher_logits(
     artifact.await_shown(file, world, file.is_file)
     loaded: NDArray[np.float32] = np.load(file, mmap_mode="r")
     return loaded
+
+
+def _is_whole(file: Path) -> bool:
+    """Whether a file of logits is there, and not cut short, as after a power failure."""
+    if not file.is_file():
+        return False
+    try:
+        np.load(file, mmap_mode="r")
+    except (EOFError, ValueError):
+        log.warning("%s is damaged and is made again", file)
+        return False
+    return True
+
+
+def _take_space(file: Path) -> None:
+    """Have the disk give a new file its space, as far as systems can. Raises OSError if there is too little.
+
+    Where it is written through memory, a full disk would end the process with a signal instead.
+    """
+    if sys.platform == "linux":
+        with file.open("r+b") as opened:
+            os.posix_fallocate(opened.fileno(), 0, file.stat().st_size)
 
 
 def _answers(

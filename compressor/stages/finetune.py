@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 from torch.nn.functional import cross_entropy, mse_loss
@@ -23,6 +24,8 @@ from compressor.tasks import Task
 from compressor.training import Tensors, fit
 from compressor.world import World, launch
 
+FAR = 1.25  # times the error of the median: a teacher that knows little comes near 1
+
 
 def finetune(
     config: FinetuneConfig,
@@ -38,15 +41,18 @@ def finetune(
 ) -> Artifact:
     """Train a teacher on the examples, or adopt `config.teacher`, and measure it on validation and test.
 
-    Raises ModelError if a checkpoint does not fit the task, or if the teacher is no better than chance.
+    Raises ModelError if a checkpoint does not fit the task, if the teacher is no better than chance, or if its scores
+    are of another scale.
     """
-    with artifact.write(
-        out, "teacher", key=key, section=config.model_dump(), parents={"corpus": examples}, together=True
-    ) as draft:
+    section = config.model_dump() | {"max_tokens": max_tokens, "seed": seed}
+    parents = {"corpus": examples}
+    with artifact.write(out, "teacher", key=key, section=section, parents=parents, together=True) as draft:
         cache = out.parent / ENCODED
         launch(_work, config, task, examples, max_tokens, seed, cache, draft.path, processes=processes, device=device)
         draft.take_result()
         _refuse_chance(draft.metrics, config.teacher or config.base, task)
+        if config.teacher is not None and task.is_regression:
+            _refuse_other_scale(draft.metrics, config.teacher)
     return Artifact.open(out, kind="teacher")
 
 
@@ -92,6 +98,10 @@ def _work(
     if world.is_leader:
         model.save_pretrained(out)
         tokenizer.save_pretrained(out)
+        if task.is_regression:
+            label_N, answer_N = encoded["validation"].label_N, np.load(out / "validation.logits.npy")[:, 0]
+            metrics["absolute_error"] = float(np.abs(answer_N - label_N).mean())
+            metrics["blind_absolute_error"] = float(np.abs(np.median(label_N) - label_N).mean())
         artifact.write_result(out, {**metrics, "blind": blind_score(task, encoded["validation"].label_N)})
 
 
@@ -136,4 +146,17 @@ def _refuse_chance(metrics: dict[str, Any], source: str, task: Task) -> None:
             f"the teacher from {source} has {name} {score:.1f} (95 % interval from {100 * low:.1f}) on the "
             f"{found['rows']} validation rows, and the same answer to every text has {100 * metrics['blind']:.1f}; "
             f"{why}"
+        )
+
+
+def _refuse_other_scale(metrics: dict[str, Any], source: str) -> None:
+    """Raise ModelError if an adopted regression is much further from the scores than one answer to every text.
+
+    Its scores are of another scale then, which correlations do not see.
+    """
+    if metrics["absolute_error"] > FAR * metrics["blind_absolute_error"]:
+        raise ModelError(
+            f"the teacher from {source} is off by {metrics['absolute_error']:.3g} on average on the validation rows, "
+            f"and their median by {metrics['blind_absolute_error']:.3g}: its scores are of another scale; give a "
+            "teacher that was trained on the scale of the data, or bring the data's scores to the teacher's"
         )

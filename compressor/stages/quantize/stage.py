@@ -8,8 +8,10 @@ from __future__ import annotations
 import logging
 import shutil
 import time
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnx
@@ -65,21 +67,14 @@ def quantize(
     exported = onnx_models.path / "student"
     onnx_graph.refuse_broken(exported / MODEL_FILE)
     parents = {"onnx": onnx_models, "student": student, "teacher": teacher, "corpus": corpus}
-    with artifact.write(out, "int8", key=key, section=config.model_dump(), parents=parents) as draft:
+    section = config.model_dump() | {"max_tokens": max_tokens, "seed": seed}
+    with artifact.write(out, "int8", key=key, section=section, parents=parents) as draft:
         threads, read = available_cores(), partial(_encoded, corpus, task, max_tokens, out.parent / ENCODED)
-        source, encoded = exported, read(exported)
-        train, validation, kept_W = encoded["train"], encoded["validation"], None
+        whole = read(exported)
+        source, encoded, kept_W = exported, whole, None
         if config.trim_vocabulary:
-            tokenizer = load_tokenizer(exported)
-            kept_W = used_pieces(tokenizer, train, config.vocabulary_texts, config.vocabulary_column)
-            source = trimmed(exported, kept_W, draft.path / "trimmed")
-            draft.metrics["vocabulary"] = {"pieces": len(kept_W), "pieces_before": len(tokenizer)}
-            log.info("quantize keeps %d of %d word pieces", len(kept_W), len(tokenizer))
-            encoded = read(source)
-            shares = unknown_share(tokenizer, validation), unknown_share(load_tokenizer(source), encoded["validation"])
-            draft.metrics["vocabulary"] |= {"unknown_before": shares[0], "unknown": shares[1]}
-            percent = [100 * share for share in shares]
-            log.info("quantize: %.3f %% of the validation pieces were [UNK] before the trim, %.3f %% after", *percent)
+            source, encoded, kept_W = _trim(config, exported, whole, read, draft)
+        train, validation = whole["train"], whole["validation"]
         host = Host.of(config.target_cpu)
         aware = AwareTraining(
             task=task,
@@ -137,14 +132,7 @@ def quantize(
             speed_warning=slower,
             **host.facts() | {"weight_bits": int(onnx_graph.notes(model)["weight_bits"])},
         )
-        time.sleep(SETTLE_S)  # our own threads are not other work
-        draft.metrics["cpu_in_use_percent"] = machine.in_use_percent()
-        draft.metrics["latency"] = time_systems(teacher, onnx_models, model, source, task, threads)
-        draft.metrics["size_bytes"] = model.stat().st_size
-        draft.metrics["size_by_part"] = {
-            name: onnx_graph.size_by_part(onnx.load(path))
-            for name, path in ((FP32, exported / MODEL_FILE), ("int8", model))
-        }
+        draft.metrics |= _speed_and_size(teacher, onnx_models, model, source, task, threads)
         origins = {"data": corpus.metrics["provenance"]}
         origins |= {name: parent.content for name, parent in parents.items() if name != "onnx"}
         complete_folder(draft.path, source, task, draft.metrics, max_tokens, origins)
@@ -157,6 +145,38 @@ def _encoded(corpus: Artifact, task: Task, max_tokens: int, cache: Path, student
     """The splits that are needed, as the tokenizer in `student` cuts them."""
     tokenizer = load_tokenizer(student)
     return {name: encode(corpus, name, tokenizer, max_tokens, cache=cache) for name in ("train", *task.held_out)}
+
+
+def _trim(
+    config: QuantizeConfig,
+    exported: Path,
+    whole: Mapping[str, Encoded],
+    read: Callable[[Path], dict[str, Encoded]],
+    draft: artifact.Draft,
+) -> tuple[Path, dict[str, Encoded], Pieces]:
+    """Write the exported student with the word pieces that are used; what gets lost by it goes into the metrics.
+
+    Returns its folder, the splits as its tokenizer cuts them (`whole` has them uncut), and the pieces that are kept.
+    """
+    tokenizer = load_tokenizer(exported)
+    kept_W = used_pieces(tokenizer, whole["train"], config.vocabulary_texts, config.vocabulary_column)
+    source = trimmed(exported, kept_W, draft.path / "trimmed")
+    log.info("quantize keeps %d of %d word pieces", len(kept_W), len(tokenizer))
+    encoded = read(source)
+    before = unknown_share(tokenizer, whole["validation"])
+    after = unknown_share(load_tokenizer(source), encoded["validation"])
+    log.info(
+        "quantize: %.3f %% of the validation pieces were [UNK] before the trim, %.3f %% after",
+        100 * before,
+        100 * after,
+    )
+    draft.metrics["vocabulary"] = {
+        "pieces": len(kept_W),
+        "pieces_before": len(tokenizer),
+        "unknown_before": before,
+        "unknown": after,
+    }
+    return source, encoded, kept_W
 
 
 def trimmed(exported: Path, kept_W: Pieces, folder: Path) -> Path:
@@ -186,6 +206,20 @@ def teacher_logits(teacher: Artifact, rows: int) -> Logits:
     if len(logits_NC) != rows:
         raise ArtifactError(f"{path} has {len(logits_NC)} rows, the validation split {rows}; run finetune again")
     return logits_NC
+
+
+def _speed_and_size(
+    teacher: Artifact, onnx_models: Artifact, int8: Path, student: Path, task: Task, threads: int
+) -> dict[str, Any]:
+    """What `time_systems` finds, and what the graph weighs."""
+    time.sleep(SETTLE_S)  # our own threads are not other work
+    graphs = {FP32: onnx_models.path / "student" / MODEL_FILE, "int8": int8}
+    return {
+        "cpu_in_use_percent": machine.in_use_percent(),
+        "latency": time_systems(teacher, onnx_models, int8, student, task, threads),
+        "size_bytes": int8.stat().st_size,
+        "size_by_part": {name: onnx_graph.size_by_part(onnx.load(graph)) for name, graph in graphs.items()},
+    }
 
 
 def time_systems(
