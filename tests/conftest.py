@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import shutil
 import socket
@@ -14,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from compressor import world
 from tests import tiny
 
 # Libraries read these when they are imported.
@@ -60,6 +62,41 @@ def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("COMPRESSOR_CACHE", str(tmp_path_factory.mktemp("cache")))
         yield
+
+
+# What the processes of tests import. Two that import it themselves take ten seconds to start.
+PRELOADED = (
+    "pytest",
+    "transformers.models.bert.modeling_bert",
+    "compressor.stages.augment",
+    "compressor.stages.distill",
+    "compressor.stages.finetune",
+)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _warm_processes() -> Iterator[None]:
+    """Processes are forks of one that has imported what they need; `cold_processes` has them start as users' do.
+
+    That one starts with the first of them, has the environment of that moment, speaks to where it went then, and ends
+    with the session.
+    """
+    multiprocessing.set_forkserver_preload(list(PRELOADED))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(world, "START_METHOD", "forkserver")
+        yield
+
+
+@pytest.fixture
+def cold_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Processes start as they do outside of tests: each with an environment, imports and a hash seed of its own."""
+    monkeypatch.setattr(world, "START_METHOD", "spawn")
+
+
+@pytest.fixture
+def few_resamples(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Intervals of 50 resamples in this process: a thousand correlations take seconds, `test_statistics` has them."""
+    monkeypatch.setattr("compressor.statistics.RESAMPLES", 50)
 
 
 @dataclass(frozen=True)

@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import random
 import subprocess
 import sys
+import warnings
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from compressor import artifact
+from compressor import artifact, cli, latency, machine
 from compressor.artifact import Artifact
 from compressor.config import DistillConfig, FinetuneConfig, StudentConfig
 from compressor.dataset import Encoded, Example, encode, write_examples
 from compressor.tasks import TASKS, Task
+
+if TYPE_CHECKING:
+    import pytest
 
 TASK = TASKS["sst2"]
 MAX_TOKENS = 16
@@ -263,10 +269,53 @@ def run(
     )
 
 
-def sentence(done: subprocess.CompletedProcess[bytes], code: int = 1) -> str:
-    """The error of a command that ended with `code`: one sentence, no traceback, nothing on standard output."""
-    error = done.stderr.decode()
-    assert done.returncode == code, error
-    assert "Traceback" not in error
-    assert done.stdout == b""
-    return error.splitlines()[-1]
+class Ended(NamedTuple):
+    """How a command that ran in this process ended: its exit code, and what it wrote."""
+
+    code: int
+    out: str
+    err: str
+
+
+def main(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    *arguments: object,
+    hasty: bool = False,
+    stdin: bytes = b"",
+    entry: Callable[[], None] = cli.main,
+) -> Ended:
+    """Run a command to its end in this process, which saves a program's start and imports.
+
+    What it logs, such as the lines of a build, is not in `err`: under pytest it goes to `caplog`. `hasty` shortens the
+    timing of models, and lets libraries warn, as the exporter and the quantizer do.
+    """
+    if hasty:
+        _hurry(monkeypatch)
+    monkeypatch.setattr(sys, "argv", [entry.__module__.partition(".")[0], *map(str, arguments)])
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(stdin)))
+    capsys.readouterr()  # what was written before is not the command's
+    with warnings.catch_warnings():
+        if hasty:
+            warnings.simplefilter("ignore")
+        try:
+            entry()
+        except SystemExit as ended:
+            return Ended(int(ended.code or 0), *capsys.readouterr())
+    raise AssertionError("the command did not exit")
+
+
+def _hurry(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What HASTY does in a program."""
+    defaults: Any = latency.time_in_turns.__kwdefaults__
+    monkeypatch.setitem(defaults, "rounds", 1)
+    monkeypatch.setitem(defaults, "turn_s", 0.0)
+    monkeypatch.setattr(latency, "SETTLE_S", 0.0)
+    monkeypatch.setattr(machine, "LOOK_S", 0.1)
+
+
+def sentence(done: Ended, code: int = 1) -> str:
+    """The error of a command that ended with `code`: one sentence, nothing on standard output."""
+    assert done.code == code, done.err
+    assert done.out == ""
+    return done.err.splitlines()[-1]

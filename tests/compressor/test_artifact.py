@@ -388,3 +388,35 @@ def test_processes_that_share_no_disk_are_told(out, monkeypatch):
     shown = (out / CHECKPOINT / artifact.LEADER).read_text(encoding="utf-8")
     monkeypatch.setattr(World, "broadcast", lambda self, value: shown)
     artifact._await_leader(out, other)
+
+
+@pytest.mark.parametrize("key", ["k1", "k2"])
+def test_what_another_process_is_writing_is_left_alone(key, out):
+    with artifact.write(out, "thing", key="k1", section={}, parents={}) as draft:
+        (draft.path / "file.txt").write_text("first", encoding="utf-8")
+        with pytest.raises(
+            ArtifactError, match=r"another compressor is writing .*1-thing; wait for it, or choose anot"
+        ):
+            make(out, text="second", key=key)
+    assert (Artifact.open(out, kind="thing").path / "file.txt").read_text(encoding="utf-8") == "first"
+    assert [path.name for path in out.parent.iterdir()] == [out.name]
+
+
+def test_an_error_lets_others_write(out):
+    with pytest.raises(GateError), artifact.write(out, "thing", key="k1", section={}, parents={}):
+        raise GateError("no")
+    make(out)
+
+
+def test_a_file_system_without_locks_is_written_to(out, monkeypatch):
+    def refuse(*_: object) -> None:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr("fcntl.flock", refuse)
+    make(out)
+
+
+def test_a_manifest_without_files_is_not_ours(tmp_path):
+    (tmp_path / MANIFEST).write_text('{"kind": "thing", "key": "k", "content": "c"}', encoding="utf-8")
+    with pytest.raises(ArtifactError, match=r"is not a manifest of this tool; choose another --out, or move it away"):
+        Artifact.open(tmp_path, kind="thing")

@@ -13,13 +13,12 @@ from typing import Any
 import pytest
 from playwright.sync_api import Browser, Page, expect, sync_playwright
 
-from benchmarks import compare_page
 from compressor.page import bars, height_for, lines, scatter, svg
 from compressor.report import write_report
 from compressor.ui import STUDENT, TEACHER
 from serving.client import FakeClient
 from serving.errors import UnavailableError
-from tests.benchmarks.test_compare_page import result as comparison_of
+from tests.benchmarks.test_compare_page import page_of
 from tests.compressor.test_ui import TEACHER_SAYS, a_run, client, comparison, failing, serving
 from tests.reporting import make_run
 
@@ -87,7 +86,7 @@ def test_a_comparison_fits_its_screen_and_says_nothing_on_the_console(
     browser: Browser, tmp_path: Path, systems: int, width: int
 ) -> None:
     file = tmp_path / "compare.html"
-    file.write_text(compare_page.html(comparison_of(systems)), encoding="utf-8")
+    file.write_text(page_of(systems), encoding="utf-8")
     with tab(browser, width=width) as opened:
         opened.page.goto(file.as_uri())
         assert opened.is_within_its_width

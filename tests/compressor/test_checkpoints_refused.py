@@ -54,6 +54,14 @@ def test_the_published_head_does_no_harm_to_a_general_student(tmp_path: Path) ->
     assert report.ignored == ("classifier.bias", "classifier.weight")
 
 
+@pytest.mark.parametrize("name", ["is_decoder", "add_cross_attention"])
+def test_a_decoder_is_refused(tmp_path: Path, name: str) -> None:
+    folder = tiny.checkpoint(tmp_path, small())
+    edit_config(folder, **{name: True})
+    with pytest.raises(ModelError, match=rf"config.json gives {name} true, and only encoders are supported; use one"):
+        load_encoder(folder, tiny.TASK)
+
+
 def test_a_model_that_was_not_fine_tuned_is_no_teacher(tmp_path: Path) -> None:
     tiny.bert().bert.save_pretrained(tmp_path)
     with pytest.raises(ModelError, match=r"has no classifier, so it was not fine-tuned; give it as finetune.base"):

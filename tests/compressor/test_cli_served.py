@@ -58,18 +58,20 @@ def test_a_server_says_that_it_is_ready_and_where(server: Server) -> None:
 
 @pytest.mark.triton
 @pytest.mark.parametrize("protocol", ["grpc", "http"])
-def test_texts_are_classified(server: Server, protocol: str) -> None:
+def test_texts_are_classified(
+    server: Server, protocol: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     url = server.grpc if protocol == "grpc" else server.http
     texts = ("a superb film", "a dull story")
-    done = tiny.run("classify", *texts, "--url", url, "--protocol", protocol)
-    assert done.returncode == 0, done.stderr.decode()
-    rows = [text.split("\t") for text in done.stdout.decode().splitlines()]
+    done = tiny.main(monkeypatch, capsys, "classify", *texts, "--url", url, "--protocol", protocol)
+    assert done.code == 0, done.err
+    rows = [text.split("\t") for text in done.out.splitlines()]
     assert [(label, text) for label, _, text in rows] == [("positive", texts[0]), ("negative", texts[1])]
     assert all(0.5 <= float(score) <= 1 for _, score, _ in rows)
 
 
 @pytest.mark.triton
-def test_lines_of_standard_input_are_classified(server: Server) -> None:
+def test_a_program_classifies_the_lines_of_its_standard_input(server: Server) -> None:
     lines = b"a superb film\r\n\n  \na dull story"
     done = tiny.run("classify", "-", "--url", server.grpc, "--json", stdin=lines)
     answers = [json.loads(text) for text in done.stdout.decode().splitlines()]
@@ -79,9 +81,11 @@ def test_lines_of_standard_input_are_classified(server: Server) -> None:
 
 
 @pytest.mark.triton
-def test_a_served_model_is_evaluated(server: Server, line: Line) -> None:
-    done = tiny.run("evaluate", "--corpus", line.run / "1-corpus", "--url", server.grpc, "--json")
-    found = json.loads(done.stdout)
+def test_a_served_model_is_evaluated(
+    server: Server, line: Line, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked = ("--corpus", line.run / "1-corpus", "--url", server.grpc, "--json")
+    found = json.loads(tiny.main(monkeypatch, capsys, "evaluate", *asked).out)
     expected = json.loads((line.run / "7-quantize" / "manifest.json").read_text())["metrics"]["test"]
     assert found["rows"] == 48
     # Dynamic INT8 depends a little on what shares a batch.
@@ -106,15 +110,18 @@ def test_the_page_asks_the_server_for_both(server: Server, line: Line) -> None:
 
 
 @pytest.mark.triton
-def test_an_empty_text_is_refused_in_a_sentence(server: Server) -> None:
-    assert "empty" in sentence(tiny.run("classify", "", "--url", server.grpc))
+def test_an_empty_text_is_refused_in_a_sentence(
+    server: Server, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert "empty" in sentence(tiny.main(monkeypatch, capsys, "classify", "", "--url", server.grpc))
 
 
 @pytest.mark.triton
 def test_a_port_in_use_is_said_in_a_sentence(server: Server, line: Line) -> None:
     port = server.grpc.rpartition(":")[2]
     done = tiny.run("serve", line.repository, "--grpc-port", port, "--http-port", free_port())
-    assert f"port {port} on 127.0.0.1 is in use; stop what holds it" in sentence(done)
+    assert (done.returncode, done.stdout) == (1, b"")
+    assert f"port {port} on 127.0.0.1 is in use; stop what holds it" in done.stderr.decode().splitlines()[-1]
 
 
 @pytest.mark.triton

@@ -45,6 +45,22 @@ def test_laptop_has_data_for_one_task_and_asks_for_the_others(task):
     assert laptop().corpus.source == "index:vaderSentiment==3.3.2"
 
 
+@pytest.mark.parametrize("key", ["corpus.source", "finetune.base", "finetune.teacher", "student.init"])
+def test_a_source_is_not_empty(key):
+    with pytest.raises(ConfigError, match=rf"{key} is ''; string should have at least 1 character"):
+        laptop(f'{key}=""')
+
+
+def test_a_list_is_called_so():
+    with pytest.raises(ConfigError, match=r"quantize.candidates is 'dynamic'; input should be a list"):
+        laptop("quantize.candidates=dynamic")
+
+
+def test_a_recipe_may_begin_with_a_byte_order_mark(tmp_path):
+    (tmp_path / "x.toml").write_text(LAPTOP, encoding="utf-8-sig")
+    assert load_recipe(None, str(tmp_path / "x.toml")) == laptop()
+
+
 @pytest.mark.parametrize("recipe", ["laptop", "paper"])
 @pytest.mark.parametrize("task", TASKS)
 def test_scores_are_not_augmented(task, recipe):

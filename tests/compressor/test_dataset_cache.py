@@ -5,9 +5,8 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
-import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -38,6 +37,7 @@ from tests.compressor.test_dataset import (
     make_tokenizer,
     written,
 )
+from tests.processes import in_new_process
 
 __all__ = ["cache", "encoded", "examples"]  # fixtures
 
@@ -70,6 +70,17 @@ def test_the_same_rows_are_tokenized_once(examples, encoded, cache, tmp_path):
         encode(again, "train", used, 16, cache=cache)
     after = written(cache).stat()
     assert (after.st_ino, after.st_mtime_ns) == (before.st_ino, before.st_mtime_ns)
+
+
+@pytest.mark.parametrize("kept_bytes", [0, 20, -40])
+def test_a_damaged_file_is_named_and_made_again(examples, encoded, cache, kept_bytes, caplog):
+    file = written(cache)
+    whole = file.read_bytes()
+    file.unlink()  # its pages are mapped
+    file.write_bytes(whole[:kept_bytes])
+    assert len(encode(examples, "train", make_tokenizer(), 16, cache=cache)) == len(encoded)
+    assert file.read_bytes() == whole
+    assert f"{file} is damaged and is made again" in caplog.text
 
 
 def test_other_max_tokens_are_tokenized_again(examples, encoded, cache):
@@ -124,28 +135,22 @@ def test_few_unknown_words_are_not_told(cache, tmp_path, caplog):
     assert not caplog.messages
 
 
-KILLED = """\
-import os, signal, sys
-from pathlib import Path
-from compressor import encoding
-from compressor.artifact import Artifact
-from compressor.dataset import encode
-from tests.compressor.test_dataset import make_tokenizer
-encoding.ROWS_PER_CHUNK, whole = 2, encoding._chunk
-def chunk(rows, *others):
-    if len(rows) < 2:
-        os.kill(os.getpid(), signal.SIGKILL)
-    return whole(rows, *others)
-encoding._chunk = chunk
-encode(Artifact.open(Path(sys.argv[1]), kind="examples"), "train", make_tokenizer(), 16, cache=Path(sys.argv[2]))
-"""
+def encode_and_die(examples: Artifact, cache: Path) -> None:
+    """Die before the last chunk is written."""
+    whole = encoding._chunk
+
+    def chunk(rows: Any, *others: Any) -> Any:
+        if len(rows) < 2:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return whole(rows, *others)
+
+    vars(encoding).update(ROWS_PER_CHUNK=2, _chunk=chunk)
+    encode(examples, "train", make_tokenizer(), 16, cache=cache)
 
 
 def test_a_file_cut_short_is_never_used(cache, tmp_path):
     examples = make_examples(tmp_path / "examples", [*ROWS, Example(("film",), 1, 4)])
-    root = Path(__file__).parents[2]
-    ended = subprocess.run([sys.executable, "-c", KILLED, examples.path, cache], check=False, cwd=root)
-    assert ended.returncode == -signal.SIGKILL
+    assert in_new_process(encode_and_die, examples, cache) == -signal.SIGKILL
     assert written(cache).name.endswith(".partial")
     assert len(encode(examples, "train", make_tokenizer(), 16, cache=cache)) == 5
     assert written(cache).suffix == ".arrow"

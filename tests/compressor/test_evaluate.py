@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 import torch
 
-from compressor import statistics
 from compressor.artifact import Artifact
 from compressor.checkpoints import load_classifier, load_tokenizer
 from compressor.dataset import Inputs, encode
@@ -67,8 +66,8 @@ def test_f1_of_more_than_two_labels_is_their_mean() -> None:
     assert found["f1"] == pytest.approx((1 + 2 / 3 + 2 / 3) / 3)
 
 
-def test_f1_of_three_labels_is_their_mean_also_on_rows_that_hold_two(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(statistics, "RESAMPLES", 5)
+@pytest.mark.usefixtures("few_resamples")
+def test_f1_of_three_labels_is_their_mean_also_on_rows_that_hold_two() -> None:
     task = tiny.pair_task(labels=("a", "b", "c"), metrics=("f1",))
     label_N, answer_N = [0, 0, 0, 1, 1, 1], [0, 1, 0, 1, 1, 1]
     # F1 of "a": 2 * 2 / (2 + 3), of "b": 2 * 3 / (4 + 3)
@@ -81,6 +80,7 @@ def test_f1_of_three_labels_is_their_mean_also_on_rows_that_hold_two(monkeypatch
     assert paired(task, logits_NC, blind, np.array(label_N))["ratio"] == pytest.approx((4 / 5 + 6 / 7) / 2 * 3)
 
 
+@pytest.mark.usefixtures("few_resamples")
 def test_matthews_by_hand() -> None:
     # 4 true positives, 3 true negatives, 1 false positive, 2 false negatives
     label_N = np.array([1] * 6 + [0] * 4)
@@ -132,6 +132,7 @@ def test_paired_compares_answers_and_right_answers() -> None:
     assert found["ratio"] == 1
 
 
+@pytest.mark.usefixtures("few_resamples")
 def test_paired_regressions_are_compared_by_their_metric() -> None:
     label_N = np.arange(40, dtype=np.float32) / 8
     noise = np.random.default_rng(0).normal(0, 1.5, size=40).astype(np.float32)
@@ -144,6 +145,7 @@ def test_paired_regressions_are_compared_by_their_metric() -> None:
     assert found["ratio"] == pytest.approx(1 / theirs)
 
 
+@pytest.mark.usefixtures("few_resamples")
 def test_paired_classifiers_of_another_metric_get_both() -> None:
     found = paired(F1_TASK, one_hot([1, 0, 1, 1]), one_hot([1, 1, 0, 1]), np.array([1, 0, 1, 1]))
     assert found["difference"] == pytest.approx(1 - 4 / 6)
@@ -248,6 +250,7 @@ def test_a_served_model_of_another_task_is_refused(tmp_path: Path) -> None:
         evaluate_served(client, examples, "test")
 
 
+@pytest.mark.usefixtures("few_resamples")
 def test_a_served_regression_of_pairs_is_measured_by_its_values(tmp_path: Path) -> None:
     task = tiny.pair_task(labels=())
     examples = tiny.examples(tmp_path / "corpus", task=task)

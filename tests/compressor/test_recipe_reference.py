@@ -7,6 +7,7 @@ from typing import Any, Literal, get_args, get_origin
 
 import pytest
 from pydantic import BaseModel
+from pydantic.fields import FieldInfo
 
 from compressor.config import BuildConfig
 
@@ -30,6 +31,34 @@ SECTIONS = {
 }
 
 
+def bounds(field: FieldInfo) -> dict[str, float]:
+    """The least and greatest number that a field takes, by the names of the comparisons."""
+    within = [part for part in parts(field.annotation) if isinstance(part, FieldInfo)]  # of what may also be none
+    rules = [rule for each in (field, *within) for rule in each.metadata]
+    found = ((name, getattr(rule, name, None)) for name in ("ge", "gt", "le", "lt") for rule in rules)
+    return {name: float(value) for name, value in found if value is not None}
+
+
+IN_WORDS = {
+    ("ge",): "{ge:g} or more",
+    ("gt",): "above {gt:g}",
+    ("ge", "le"): "{ge:g} to {le:g}",
+    ("gt", "le"): "above {gt:g}, to {le:g}",
+    ("gt", "lt"): "between {gt:g} and {lt:g}",
+}
+
+
+def values_in_words(field: FieldInfo) -> str | None:
+    """What a field of one number, a truth value or a text takes; None for choices and lists."""
+    kinds = {part for part in parts(field.annotation) if part in (int, float, bool, str)}
+    if any(get_origin(part) in (Literal, tuple) for part in parts(field.annotation)):
+        return None
+    if kinds <= {bool, str}:
+        return "true, false" if bool in kinds else "text"
+    limits = bounds(field)
+    return IN_WORDS[tuple(limits)].format(**limits)
+
+
 def test_every_section_is_there() -> None:
     assert set(WRITTEN) == set(SECTIONS)
     assert [name for name in BuildConfig.model_fields if name not in SECTIONS] == ["seed"]
@@ -49,6 +78,7 @@ def test_a_table_has_each_setting_with_its_default_and_its_values(name: str) -> 
     below = tomllib.loads(block[1]) if block else {}
     for key, field in SECTIONS[name].model_fields.items():
         values, default = rows[key]
+        assert values == (values_in_words(field) or values), key
         wanted = list(field.default) if isinstance(field.default, tuple) else field.default
         if field.is_required() or wanted is None:
             assert default == ("required" if field.is_required() else "none"), key

@@ -6,6 +6,8 @@ import json
 import re
 import subprocess
 import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -14,21 +16,42 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
+from compressor import statistics
 from compressor.artifact import Artifact
 from compressor.errors import ArtifactError
-from compressor.report import collect, markdown, write_report
+from compressor.report import collect, html, markdown, write_report
 from compressor.tasks import TASKS
 from tests.reporting import MACHINE, ROWS, STEPS, WRONG, augment_metrics, logits, make_run, measured, seal
 
 DOCS = Path(__file__).parents[2] / "docs"
 
 
+@dataclass(frozen=True)
+class Run:
+    """A made-up build, its report as facts, as Markdown and as a page; tests leave it as it is."""
+
+    path: Path
+    artifacts: Mapping[str, Artifact]
+    facts: dict[str, Any]
+    text: str
+    page: str
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    path = tmp_path_factory.mktemp("run")
+    artifacts = make_run(path)
+    facts = collect(path, artifacts)
+    page = write_report(path, artifacts).read_text(encoding="utf-8")
+    return Run(path, artifacts, facts, (path / "report.md").read_text(encoding="utf-8"), page)
+
+
 def pair(facts: dict[str, Any], first: str, second: str) -> dict[str, Any]:
     return next(dict(row) for row in facts["comparisons"] if (row["first"], row["second"]) == (first, second))
 
 
-def test_verdict_holds_ratio_size_and_speed(tmp_path: Path) -> None:
-    assert collect(tmp_path, make_run(tmp_path))["verdict"] == (
+def test_verdict_holds_ratio_size_and_speed(run: Run) -> None:
+    assert run.facts["verdict"] == (
         "The INT8 student keeps 88.9 % of the teacher's test accuracy (80.0 against 90.0), is 6.0 times smaller "
         "and answers one text of 32 tokens 8.0 times faster than the teacher in PyTorch, 6.0 times faster than the "
         "teacher in ONNX Runtime."
@@ -56,8 +79,8 @@ def test_times_taken_beside_other_work_are_said_to_be(tmp_path: Path) -> None:
     assert "Other work used 60 % of the processor, which slows PyTorch most" in markdown(facts)
 
 
-def test_int8_is_compared_with_the_teacher_row_by_row(tmp_path: Path) -> None:
-    row = pair(collect(tmp_path, make_run(tmp_path)), "student INT8", "teacher")
+def test_int8_is_compared_with_the_teacher_row_by_row(run: Run) -> None:
+    row = pair(run.facts, "student INT8", "teacher")
     # Right alone: INT8 on row 0; the teacher on rows 2, 3, 4. Exact p of 1 in 4: 2 * (1 + 4) / 16.
     assert (row["only_first_right"], row["only_second_right"], row["agreement"]) == (1, 3, 0.8)
     assert row["p_value"] == pytest.approx(0.625)
@@ -75,9 +98,8 @@ def test_a_loss_beyond_chance_is_called_a_loss(tmp_path: Path) -> None:
     )
 
 
-def test_gates_state_value_and_bound(tmp_path: Path) -> None:
-    gates = collect(tmp_path, make_run(tmp_path))["gates"]
-    assert [(gate["value"], gate["bound"], gate["passed"]) for gate in gates] == [
+def test_gates_state_value_and_bound(run: Run) -> None:
+    assert [(gate["value"], gate["bound"], gate["passed"]) for gate in run.facts["gates"]] == [
         (pytest.approx(85), 50, True),
         (2e-6, 1e-4, True),
         (2e-6, 1e-4, True),
@@ -87,8 +109,8 @@ def test_gates_state_value_and_bound(tmp_path: Path) -> None:
     ]
 
 
-def test_rejected_int8_candidate_is_in_the_table(tmp_path: Path) -> None:
-    fp32, dynamic, static, per_row = collect(tmp_path, make_run(tmp_path))["int8_candidates"]
+def test_rejected_int8_candidate_is_in_the_table(run: Run) -> None:
+    fp32, dynamic, static, per_row = run.facts["int8_candidates"]
     assert "drop_points" not in fp32
     assert dynamic["chosen"]
     assert (static["drop_points"], static["within_bound"], static["chosen"]) == (pytest.approx(5), False, False)
@@ -117,24 +139,23 @@ def test_the_agreement_gate_is_one_of_the_gates(tmp_path: Path, upper: float, wi
     assert facts["int8_candidates"][1]["within_bound"] is gate["passed"] is within
 
 
-def test_the_int8_section_tells_parts_and_processors(tmp_path: Path) -> None:
-    facts = collect(tmp_path, make_run(tmp_path))
-    assert facts["int8"]["size_by_part"]["head"] == {"fp32": 400_000, "int8": 100_000}
-    text = markdown(facts)
-    assert "| embeddings | 38.70 | 9.80 |" in text
-    assert "of the kind avx2 with weights of 7 bits, on one of the kind amx. Take care: made for avx2 and timed" in text
+def test_the_int8_section_tells_parts_and_processors(run: Run) -> None:
+    assert run.facts["int8"]["size_by_part"]["head"] == {"fp32": 400_000, "int8": 100_000}
+    assert "| embeddings | 38.70 | 9.80 |" in run.text
+    said = "of the kind avx2 with weights of 7 bits, on one of the kind amx. Take care: made for avx2 and timed"
+    assert said in run.text
 
 
-def test_disagreements_come_surest_first(tmp_path: Path) -> None:
-    facts = collect(tmp_path, make_run(tmp_path))["disagreements"]
+def test_disagreements_come_surest_first(run: Run) -> None:
+    facts = run.facts["disagreements"]
     assert (facts["count"], [row["row"] for row in facts["examples"]]) == (4, [4, 3, 2, 0])
     first = facts["examples"][0]
     # Confidences: 1 / (1 + exp(-2)) and 1 / (1 + exp(-1.04)).
     assert (first["label"], first["teacher"], first["int8"]) == ("negative", "negative, 88.1 %", "positive, 73.9 %")
 
 
-def test_calibration_of_teacher_and_student_by_hand(tmp_path: Path) -> None:
-    found = collect(tmp_path, make_run(tmp_path))["calibration"]
+def test_calibration_of_teacher_and_student_by_hand(run: Run) -> None:
+    found = run.facts["calibration"]
     teacher, student = found["systems"]["teacher"], found["systems"]["student INT8"]
     assert (found["split"], found["rows"], teacher["rows"]) == ("test", ROWS, ROWS)
     # 18 rows right at 1 / (1 + exp(-2)), two wrong at 1 / (1 + exp(-1)) and 1 / (1 + exp(-1.01)).
@@ -145,23 +166,21 @@ def test_calibration_of_teacher_and_student_by_hand(tmp_path: Path) -> None:
     assert [row["rows"] for row in student["bins"]] == [4, 16]
 
 
-def test_calibration_is_told_with_its_rows_and_what_chance_does(tmp_path: Path) -> None:
-    artifacts = make_run(tmp_path)
-    chance = collect(tmp_path, artifacts)["calibration"]["systems"]["teacher"]["ece_by_chance"]
-    text = markdown(collect(tmp_path, artifacts))
-    assert f"| teacher | 18.0 % | {100 * chance:.1f} % | -3.4 |" in text
-    assert "On 20 test texts, put into ten bins" in text
-    assert "| teacher | 80 to 90 % | 18 | 88.1 % | 100.0 % (82.4 to 100.0) |" in text
+def test_calibration_is_told_with_its_rows_and_what_chance_does(run: Run) -> None:
+    chance = run.facts["calibration"]["systems"]["teacher"]["ece_by_chance"]
+    assert f"| teacher | 18.0 % | {100 * chance:.1f} % | -3.4 |" in run.text
+    assert "On 20 test texts, put into ten bins" in run.text
+    assert "| teacher | 80 to 90 % | 18 | 88.1 % | 100.0 % (82.4 to 100.0) |" in run.text
 
 
-def test_each_timed_form_stands_in_the_plot_of_latency_and_quality(tmp_path: Path) -> None:
-    page = write_report(tmp_path, make_run(tmp_path)).read_text(encoding="utf-8")
-    figure = page.partition('aria-label="Plot: test metric of each system')[2].partition("</figure>")[0]
+def test_each_timed_form_stands_in_the_plot_of_latency_and_quality(run: Run) -> None:
+    figure = run.page.partition('aria-label="Plot: test metric of each system')[2].partition("</figure>")[0]
     assert all(f">{name}</text>" in figure for name in ("teacher PyTorch", "teacher ONNX", "student INT8"))
     assert ">test accuracy x 100</text>" in figure
 
 
-def test_a_regression_of_pairs_is_reported_by_its_correlation(tmp_path: Path) -> None:
+def test_a_regression_of_pairs_is_reported_by_its_correlation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(statistics, "RESAMPLES", 50)  # a correlation of each takes long
     artifacts = make_run(tmp_path, task=TASKS["stsb"])
     scores = np.arange(ROWS, dtype=np.float32) / 4
     texts = [f"text {row}" for row in range(ROWS)]
@@ -190,30 +209,29 @@ def test_a_regression_of_pairs_is_reported_by_its_correlation(tmp_path: Path) ->
     assert "McNemar's test" not in page
 
 
-def test_stages_name_what_they_were_made_from(tmp_path: Path) -> None:
-    stages = {row["stage"]: row for row in collect(tmp_path, make_run(tmp_path))["stages"]}
+def test_stages_name_what_they_were_made_from(run: Run) -> None:
+    stages = {row["stage"]: row for row in run.facts["stages"]}
     assert tuple(stages) == STEPS
     assert stages["5-distill-prediction"]["made_from"] == ["2-finetune", "3-augment"]
 
 
-def test_stages_on_different_machines_are_told_apart(tmp_path: Path) -> None:
+def test_stages_on_different_machines_are_told_apart(run: Run, tmp_path: Path) -> None:
     facts = collect(tmp_path, make_run(tmp_path, machine={**MACHINE, "cores": 64}))
     assert [group["stages"] for group in facts["machines"]] == [list(STEPS[:-1]), ["8-publish"]]
     assert "ran on different machines" in markdown(facts)
-    assert "different" not in markdown(collect(tmp_path / "one", make_run(tmp_path / "one"))).partition("## Machine")[2]
+    assert "different" not in run.text.partition("## Machine")[2]
 
 
-def test_page_escapes_texts_and_loads_nothing(tmp_path: Path) -> None:
-    page = write_report(tmp_path, make_run(tmp_path)).read_text(encoding="utf-8")
-    assert "&lt;script&gt;" in page
-    assert "<script" not in page
-    assert not re.search(r"https?://|<link|<img|@import|src=|url\((?!#)", page)
-    assert page.count('<figure role="img" aria-label="Plot: ') == 6
+def test_page_escapes_texts_and_loads_nothing(run: Run) -> None:
+    assert "&lt;script&gt;" in run.page
+    assert "<script" not in run.page
+    assert not re.search(r"https?://|<link|<img|@import|src=|url\((?!#)", run.page)
+    assert run.page.count('<figure role="img" aria-label="Plot: ') == 6
 
 
-def test_page_is_well_formed_and_its_ids_are_unique(tmp_path: Path) -> None:
+def test_page_is_well_formed_and_its_ids_are_unique(run: Run) -> None:
     page = Tags()
-    page.feed(write_report(tmp_path, make_run(tmp_path)).read_text(encoding="utf-8"))
+    page.feed(run.page)
     assert page.open == []
     assert len(page.ids) == len(set(page.ids))
     assert {reference.removeprefix("#") for reference in page.references} <= set(page.ids)
@@ -244,15 +262,14 @@ class Tags(HTMLParser):
             self.references += re.findall(r"#[\w-]+", str(value)) if name in ("xlink:href", "clip-path") else []
 
 
-def test_markdown_keeps_a_hostile_text_in_its_cell(tmp_path: Path) -> None:
-    text = markdown(collect(tmp_path, make_run(tmp_path)))
-    line = next(line for line in text.splitlines() if "script" in line)
+def test_markdown_keeps_a_hostile_text_in_its_cell(run: Run) -> None:
+    line = next(line for line in run.text.splitlines() if "script" in line)
     assert line.startswith(r"| \<script\>alert(1)\</script\> a\|b \*bold\* \& \[x\](y) \\ \`code\` | negative | ")
     assert len(re.findall(r"(?<!\\)\|", line)) == 5
 
 
-def test_markdown_tables_have_no_gaps(tmp_path: Path) -> None:
-    lines = markdown(collect(tmp_path, make_run(tmp_path))).splitlines()
+def test_markdown_tables_have_no_gaps(run: Run) -> None:
+    lines = run.text.splitlines()
     rules = [number for number, line in enumerate(lines) if line.startswith("|---")]
     assert len(rules) == 16
     for number in rules:
@@ -261,35 +278,31 @@ def test_markdown_tables_have_no_gaps(tmp_path: Path) -> None:
         assert lines[number - 1].count("|") == lines[number].count("|")
 
 
-def test_same_artifacts_give_same_bytes(tmp_path: Path) -> None:
+def test_same_artifacts_give_same_bytes(run: Run) -> None:
     names = ("report.json", "report.md", "report.html")
-    artifacts = make_run(tmp_path)
-    first, second = [
-        [(write_report(tmp_path, artifacts).parent / name).read_bytes() for name in names] for _ in range(2)
-    ]
-    assert first == second
-    assert not list(tmp_path.glob("*.new"))
+    first = [(run.path / name).read_bytes() for name in names]
+    write_report(run.path, run.artifacts)
+    assert [(run.path / name).read_bytes() for name in names] == first
+    assert not list(run.path.glob("*.new"))
 
 
-def test_json_is_what_collect_gives(tmp_path: Path) -> None:
-    artifacts = make_run(tmp_path)
-    write_report(tmp_path, artifacts)
-    written = json.loads((tmp_path / "report.json").read_text(encoding="utf-8"))
+def test_json_is_what_collect_gives(run: Run) -> None:
+    written = json.loads((run.path / "report.json").read_text(encoding="utf-8"))
     assert written["schema_version"] == 1
-    assert written == json.loads(json.dumps(collect(tmp_path, artifacts), allow_nan=False))
+    assert written == json.loads(json.dumps(run.facts, allow_nan=False))
 
 
-def test_every_key_of_the_json_is_documented(tmp_path: Path) -> None:
+def test_every_key_of_the_json_is_documented(run: Run) -> None:
     of_builds, _ = (DOCS / "report.md").read_text(encoding="utf-8").split("# The comparison as JSON")
     documented = re.findall(r"^\| `(\w+)` \|", of_builds, re.MULTILINE)
-    assert set(documented) == set(collect(tmp_path, make_run(tmp_path)))
+    assert set(documented) == set(run.facts)
 
 
 @pytest.mark.parametrize("finished", range(1, len(STEPS)))
 def test_unfinished_build_reports_what_there_is(tmp_path: Path, finished: int) -> None:
     artifacts = make_run(tmp_path, leave_out=STEPS[finished:])
     (tmp_path / "run.json").unlink()
-    page = write_report(tmp_path, artifacts).read_text(encoding="utf-8")
+    page = html(collect(tmp_path, artifacts))
     assert ("There is no INT8 student yet" in page) == (finished < 7)
     assert "Recipe</h2>" not in page
 
@@ -300,12 +313,10 @@ def test_recipe_without_augmentation_says_nothing_of_it(tmp_path: Path) -> None:
     assert "Augmentation" not in markdown(facts)
 
 
-def test_report_says_how_far_the_augmentation_can_be_trusted(tmp_path: Path) -> None:
-    facts = collect(tmp_path, make_run(tmp_path))
-    found = facts["augmentation"]
+def test_report_says_how_far_the_augmentation_can_be_trusted(run: Run) -> None:
+    found, text = run.facts["augmentation"], run.text
     assert (found["rows"], found["asked_rows"], found["duplicates"]) == (10_000, 11_170, 321)
     assert [row["kind"] for row in found["agreement"]] == ["originals", "all copies", "words by vectors only"]
-    text = markdown(facts)
     assert "60.0 % of them by a masked language model (adapt) and 40.0 % by word vectors (package:glove)" in text
     assert "| all copies | 2,000 | 90.5 % (89.1 to 91.7) |" in text
     assert "12.0 of originals, 30.0 of copies (200 pairs; times 2.50, 95 % interval 2.10 to 2.90)" in text
@@ -313,11 +324,10 @@ def test_report_says_how_far_the_augmentation_can_be_trusted(tmp_path: Path) -> 
     assert "held-out texts" not in text
 
 
-def test_page_shows_twenty_copies_with_what_was_replaced(tmp_path: Path) -> None:
-    page = write_report(tmp_path, make_run(tmp_path)).read_text(encoding="utf-8")
-    assert page.count("a <mark>good</mark> film") == 20
-    assert "a <mark>&lt;script&gt;" in page
-    assert "negative, 87.5 %" in page
+def test_page_shows_twenty_copies_with_what_was_replaced(run: Run) -> None:
+    assert run.page.count("a <mark>good</mark> film") == 20
+    assert "a <mark>&lt;script&gt;" in run.page
+    assert "negative, 87.5 %" in run.page
 
 
 def test_report_says_how_many_copies_were_dropped(tmp_path: Path) -> None:

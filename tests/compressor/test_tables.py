@@ -35,6 +35,42 @@ def test_a_row_that_does_not_fit_the_given_header_is_named(tmp_path):
         fields_of(tmp_path / "x.tsv", header=COLA)
 
 
+def test_a_column_that_is_there_twice_in_a_parquet_file_is_refused(tmp_path):
+    columns = [pa.array(["a"]), pa.array([1]), pa.array(["b"])]
+    pq.write_table(pa.Table.from_arrays(columns, names=["text", "label", "text"]), tmp_path / "x.parquet")
+    with pytest.raises(DataError, match=r"x.parquet: column 'text' is there twice; rename one"):
+        fields_of(tmp_path / "x.parquet")
+
+
+@pytest.mark.parametrize("metadata", [b'{"info": null}', b'{"info": {"features": null}}'])
+def test_metadata_of_a_parquet_file_may_say_nothing(metadata, tmp_path):
+    table = pa.table({"text": ["a"]}).replace_schema_metadata({b"huggingface": metadata})
+    pq.write_table(table, tmp_path / "x.parquet")
+    assert fields_of(tmp_path / "x.parquet") == [{"text": "a"}]
+
+
+def test_a_date_that_python_does_not_have_is_named(tmp_path):
+    far = pa.array([2**62], pa.timestamp("us"))
+    pq.write_table(pa.table({"text": ["a"], "when": far}), tmp_path / "x.parquet")
+    with pytest.raises(
+        DataError, match=r"x.parquet holds a value that cannot be read \(.*\); correct its column or dr"
+    ):
+        fields_of(tmp_path / "x.parquet")
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "sentence"),
+    [
+        ("x.csv", "a,b\r1,2\r", r"line 1: a carriage return stands outside quotes; end lines with LF or CRLF"),
+        ("x.jsonl", '{"a":' + "[" * 100_000, r"x.jsonl, line 1: JSON of too many levels; correct or drop the row"),
+    ],
+)
+def test_what_a_library_says_of_a_file_has_a_remedy(name, text, sentence, tmp_path):
+    (tmp_path / name).write_bytes(text.encode())
+    with pytest.raises(DataError, match=sentence):
+        fields_of(tmp_path / name)
+
+
 @pytest.mark.parametrize(("name", "text"), [("x.tsv", "a\tb\ta\n1\t2\t3\n"), ("x.csv", "a,b,a\n1,2,3\n")])
 def test_a_column_that_is_there_twice_is_refused(name, text, tmp_path):
     (tmp_path / name).write_text(text, encoding="utf-8")
@@ -291,3 +327,30 @@ def test_what_breaks_a_line_of_a_tsv_file_is_found_before_it_is_written(row, tmp
     with pytest.raises(DataError, match=r"line 1 has a tab or line end in .*; write .csv, .jsonl or .parquet"):
         form_of(tmp_path / "x.tsv", row)
     assert form_of(tmp_path / "x.csv", row).schema() is None
+
+
+def test_an_empty_line_among_rows_of_one_column_is_named(tmp_path):
+    path = tmp_path / "a.tsv"
+    path.write_text("text\nfilm\n\n\nplot\n")
+    with pytest.raises(DataError, match=r"a\.tsv, line 3: an empty line, which with one column could be a row without"):
+        list(records(path))
+    path.write_text("\ntext\nfilm\nplot\n\n\n")  # at the end, or before the header, it is no row
+    assert [fields["text"] for _, fields in records(path)] == ["film", "plot"]
+    path.write_text("text\tlabel\nfilm\t1\n\nplot\t0\n")
+    assert len(list(records(path))) == 2
+
+
+@pytest.mark.parametrize("ending", ["parquet", "csv"])
+def test_a_time_that_would_be_cut_is_refused_and_a_whole_one_kept(tmp_path, ending):
+    source, out = tmp_path / "in.parquet", tmp_path / f"out.{ending}"
+    for nanoseconds, whole in ((1000, True), (1001, False)):
+        pq.write_table(pa.table({"at": pa.array([None, nanoseconds], pa.time64("ns"))}), source)
+        if whole:
+            form = Form(out, source)
+            for where, fields in records(source):
+                form.add(where, fields)
+            write(out, (fields for _, fields in records(source)), schema=form.schema())
+            assert "00:00:00.000001" in str([fields["at"] for _, fields in records(out)][1])
+        else:
+            with pytest.raises(DataError, match=r"in\.parquet: column 'at' holds times of day in nanoseconds, which"):
+                Form(out, source)

@@ -96,6 +96,29 @@ def test_a_resumed_run_repeats_only_the_steps_since_the_last_checkpoint(rows: En
     assert_same_weights(resumed, whole)
 
 
+@pytest.mark.parametrize("name", ["state.safetensors", "best.safetensors"])
+@pytest.mark.parametrize("content", [b"", b"cut short"])
+def test_a_damaged_checkpoint_is_named_and_training_begins_again(
+    rows: Encoded, tmp_path: Path, caplog: pytest.LogCaptureFixture, name: str, content: bytes
+) -> None:
+    with pytest.raises(KilledError):
+        train(Counted(die_after=5), rows, tmp_path, validate=lambda: 0.5)
+    (tmp_path / name).write_bytes(content)
+    again = Counted()
+    train(again, rows, tmp_path, validate=lambda: 0.5)
+    assert again.steps == 9
+    assert f"the checkpoint in {tmp_path} is damaged" in caplog.text
+
+
+def test_a_checkpoint_is_on_the_disk_before_it_has_its_name(
+    rows: Encoded, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    synced: list[bool] = []
+    monkeypatch.setattr("os.fsync", lambda _: synced.append((tmp_path / "state.new").is_file()))
+    train(Counted(), rows, tmp_path, settings(epochs=1.0))
+    assert synced == [True]
+
+
 def test_a_finished_run_is_not_trained_again(rows: Encoded, tmp_path: Path) -> None:
     first, again = Counted(), Counted()
     history = train(first, rows, tmp_path)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
+import random
+import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -17,6 +17,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.testing import assert_close
 
+from compressor import training
 from compressor.dataset import Encoded
 from compressor.errors import ConfigError, DataError
 from compressor.objectives import Intermediate
@@ -24,6 +25,7 @@ from compressor.training import Tensors, _dtype, _parts, autocast, cast_frozen, 
 from compressor.world import World, launch
 from tests import tiny
 from tests.compressor.test_training import WORLD, Counted, KilledError, assert_same_weights, rows, settings, train
+from tests.processes import Killed, in_new_process
 
 __all__ = ["rows"]  # fixtures
 
@@ -215,57 +217,36 @@ def test_two_processes_do_what_one_does_and_take_up_its_work(uneven: Encoded, tm
         assert_nearly_same_weights(first, expected)
 
 
-# Forked, not started anew: importing PyTorch takes longer than all of the training.
-KILLED = """\
-import os, random, select, signal, sys, time
-from pathlib import Path
-from safetensors.torch import save_file
-from compressor import training
-from tests import tiny
-from tests.compressor.test_training import Counted, settings, train
+def train_and_be_killed(folder: Path) -> None:
+    """Train whole, and killed ten times after some seven of the 120 steps.
 
-folder, draw = Path(sys.argv[1]), random.Random(0)
-training.CHECKPOINT_EVERY_S = 0.0
-rows = tiny.encoded(folder / "rows", train=64)
-told, tell = os.pipe()
+    They are counted and not timed: no machine is fast enough to come to the end before, nor slow enough to be killed
+    ten times before its first checkpoint.
+    """
+    vars(training).update(CHECKPOINT_EVERY_S=0.0)
+    rows, draw, killed = tiny.encoded(folder / "rows", train=64), random.Random(0), Killed()
 
-class Telling(Counted):
-    def forward(self, batch):
-        os.write(tell, b".")
-        return super().forward(batch)
+    class Telling(Counted):
+        def forward(self, batch: Tensors) -> dict[str, Tensor]:
+            killed.tell()
+            return super().forward(batch)
 
-def start(name, kind):
-    child = os.fork()
-    if child == 0:
-        module = kind()
+    def trained(name: str, module: Counted) -> None:
         train(module, rows, folder / name, settings(epochs=30.0, precision="fp32"), validate=lambda: 0.5)
         save_file(module.state_dict(), folder / f"{name}.safetensors", {"steps": str(module.steps)})
-        os._exit(0)
-    return child
 
-assert os.waitpid(start("whole", Counted), 0)[1] == 0
-# Ten times some seven of the 120 steps, counted and not timed: no machine is fast enough to come to the end
-# before, nor slow enough to be killed ten times before its first checkpoint.
-for _ in range(10):
-    child = start("cut", Telling)
-    for _ in range(draw.randint(2, 7)):
-        os.read(told, 1)
-    time.sleep(draw.uniform(0.0, 0.01))
-    os.kill(child, signal.SIGKILL)
-    assert os.WIFSIGNALED(os.waitpid(child, 0)[1]), "it had come to its end before"
-    while select.select([told], [], [], 0)[0]:
-        os.read(told, 80)
-assert os.waitpid(start("cut", Counted), 0)[1] == 0
-"""
+    killed.complete(lambda: trained("whole", Counted()))
+    for _ in range(10):
+        child = killed.fork(lambda: trained("cut", Telling()))
+        killed.hear(draw.randint(2, 7))
+        time.sleep(draw.uniform(0.0, 0.01))
+        killed.kill(child)
+    killed.complete(lambda: trained("cut", Counted()))
 
 
 @pytest.mark.slow
 def test_a_run_that_is_killed_ten_times_ends_with_the_same_weights(tmp_path: Path) -> None:
-    root = Path(__file__).parents[2]
-    done = subprocess.run(
-        [sys.executable, "-c", KILLED, tmp_path], capture_output=True, check=False, cwd=root, timeout=200
-    )
-    assert done.returncode == 0, done.stderr.decode()
+    assert in_new_process(train_and_be_killed, tmp_path) == 0
     whole, cut = (load_file(tmp_path / f"{name}.safetensors") for name in ("whole", "cut"))
     assert all(torch.equal(weights, cut[name]) for name, weights in whole.items())
     with safe_open(tmp_path / "cut.safetensors", framework="pt") as file:

@@ -4,20 +4,17 @@ from __future__ import annotations
 
 import json
 import os
-import signal
-import subprocess
 import sys
 import time
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from torch.distributed.run import main as torchrun
 
 from compressor import artifact, training, world
-from compressor.artifact import Artifact
 from compressor.errors import CompressorError, ConfigError
 from compressor.training import Trainer
 from compressor.world import (
@@ -29,26 +26,15 @@ from compressor.world import (
     refuse_together,
     resolve_device,
 )
+from serving import cores
 from serving.runtime import free_port
-from tests import tiny
+from tests import processes, tiny, together
 
 
-def write_rank(world: World, folder: Path) -> None:
-    """Leave a file that says what this process knows of the others."""
-    told, total = (
-        world.broadcast(f"from {world.rank}"),
-        world.sum(np.array([[1.5, 2.0 * world.rank]], dtype=np.float32)),
-    )
-    world.barrier()
-    known = f"{world.size} {world.is_leader} {told} {total.tolist()} {total.dtype} {torch.get_num_threads()}"
-    (folder / str(world.rank)).write_text(known)
-
-
-def fail_on_rank_1(world: World) -> None:
-    """Raise on one process while the other waits for it."""
-    if world.rank == 1:
-        raise ConfigError("the second process cannot go on; change something")
-    world.barrier()
+def fail_and_be_heard(world: World, folder: Path) -> None:
+    """Raise in one process; what each says from here on is kept."""
+    processes.speak_to(folder / str(world.rank))
+    together.fail_on_rank_1(world)
 
 
 def test_one_process_is_the_leader_and_needs_no_group() -> None:
@@ -59,31 +45,17 @@ def test_one_process_is_the_leader_and_needs_no_group() -> None:
     assert alone.sum(np.array([1, 2])).tolist() == [1, 2]
 
 
-def test_cores_are_those_of_the_scheduler_at_most() -> None:
-    assert 1 <= available_cores() <= len(os.sched_getaffinity(0))
-
-
-@pytest.mark.parametrize(
-    ("quota", "cores"),
-    [("max 100000", 8), ("150000 100000", 2), ("50000 100000", 1), ("9900000 100000", 8), ("nonsense", 8)],
-)
-def test_cores_are_capped_by_the_quota(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, quota: str, cores: int) -> None:
-    (tmp_path / "cpu.max").write_text(quota)
+@pytest.mark.parametrize(("quota", "found"), [(1.5, 2), (None, 8)])
+def test_cores_are_capped_by_the_quota(monkeypatch: pytest.MonkeyPatch, quota: float | None, found: int) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(8)))
-    monkeypatch.setattr(world, "CPU_QUOTAS", ((tmp_path / "cpu.max",),))
-    assert available_cores() == cores
+    monkeypatch.setattr(cores, "cgroup_quota", lambda *_: quota)
+    assert available_cores() == found
 
 
-@pytest.mark.parametrize(("quota", "cores"), [("-1", 8), ("150000", 2)])
-def test_cores_are_capped_by_the_quota_of_older_systems(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, quota: str, cores: int
-) -> None:
-    files = (tmp_path / "cpu.cfs_quota_us", tmp_path / "cpu.cfs_period_us")
-    for file, number in zip(files, (quota, "100000"), strict=True):
-        file.write_text(f"{number}\n")
-    monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(8)))
-    monkeypatch.setattr(world, "CPU_QUOTAS", ((tmp_path / "absent",), files))
-    assert available_cores() == cores
+def test_where_the_system_tells_nothing_of_cores_they_are_the_machine_s(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.platform", "darwin")
+    monkeypatch.setattr(os, "cpu_count", lambda: 6)
+    assert available_cores() == 6
 
 
 def test_a_missing_device_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -94,15 +66,16 @@ def test_a_missing_device_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_one_process_works_where_it_is(tmp_path: Path) -> None:
-    launch(write_rank, tmp_path, device="cpu")
+    launch(together.write_rank, tmp_path, device="cpu")
     assert (tmp_path / "0").read_text().startswith("1 True from 0")
     assert not torch.distributed.is_initialized()
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("cold_processes")
 def test_two_processes_know_each_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    launch(write_rank, tmp_path, processes=2, device="cpu")
+    launch(together.write_rank, tmp_path, processes=2, device="cpu")
     threads = max(1, available_cores() // 2)
     assert (tmp_path / "0").read_text() == f"2 True from 0 [[3.0, 2.0]] float32 {threads}"
     assert (tmp_path / "1").read_text() == f"2 False from 0 [[3.0, 2.0]] float32 {threads}"
@@ -120,18 +93,19 @@ def test_processes_of_one_machine_share_its_cores_unless_threads_are_given(
     before = torch.get_num_threads()
     try:
         torch.set_num_threads(1)
-        launch(write_rank, tmp_path, device="cpu")
+        launch(together.write_rank, tmp_path, device="cpu")
     finally:
         torch.set_num_threads(before)
     assert (tmp_path / "0").read_text().endswith(f" {threads}")
 
 
 @pytest.mark.slow
-def test_an_error_in_one_process_ends_both_with_one_sentence(capfd: pytest.CaptureFixture[str]) -> None:
+def test_an_error_in_one_process_ends_both_with_one_sentence(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(CompressorError) as caught:
-        launch(fail_on_rank_1, processes=2, device="cpu")
-    assert str(caught.value) == "process 1 of 2 failed: the second process cannot go on; change something"
-    assert "Traceback" not in capfd.readouterr().err
+        launch(fail_and_be_heard, tmp_path, processes=2, device="cpu")
+    assert str(caught.value) == "process 1 of 2 failed: the second cannot go on; change something"
+    said = [(tmp_path / rank).read_text() for rank in "01"]
+    assert "Traceback" not in "".join([*said, capfd.readouterr().err])
 
 
 def test_the_first_of_several_failures_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -186,122 +160,58 @@ def test_only_the_first_of_several_speaks(monkeypatch: pytest.MonkeyPatch) -> No
         assert leads() == speaks
 
 
-def end_rank_1(world: World) -> None:
-    """Die as a process dies whose memory is taken, while the other waits."""
-    if world.rank == 1:
-        os.kill(os.getpid(), signal.SIGKILL)
-    world.barrier()
-
-
 @pytest.mark.slow
 def test_a_killed_process_ends_the_run_with_its_signal() -> None:
     with pytest.raises(CompressorError, match=r"^process 1 of 2 was ended by signal 9; the same command goes on from"):
-        launch(end_rank_1, processes=2, device="cpu")
-
-
-def torchrun(folder: Path, mode: str) -> list[subprocess.Popen[str]]:
-    """Agents of two machines (both this one), each with one process that runs this file as a program."""
-    agent = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=1", "--rdzv-backend=c10d"]
-    meeting, program = (
-        f"--rdzv-endpoint=127.0.0.1:{free_port()}",
-        ["-m", "tests.compressor.test_world", mode, str(folder)],
-    )
-    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    return [
-        subprocess.Popen(
-            [*agent, meeting, f"--rdzv-conf=is_host={host}", *program], cwd=Path(__file__).parents[2], **pipes
-        )
-        for host in (1, 0)
-    ]
-
-
-def ended(agents: list[subprocess.Popen[str]]) -> tuple[set[int], str, str]:
-    """Exit codes, and all that was said, once every agent has come to its end."""
-    said = [agent.communicate(timeout=120) for agent in agents]
-    return {agent.returncode for agent in agents}, "".join(out for out, _ in said), "".join(err for _, err in said)
-
-
-@pytest.mark.slow
-def test_torchrun_s_processes_make_one_artifact(tmp_path: Path) -> None:
-    codes, out, err = ended(torchrun(tmp_path, "talk"))
-    assert codes == {0}, err
-    assert out.split() == ["3.0", "3.0"]  # the sum, measured by the leader, told to both
-    assert list(Artifact.open(tmp_path / "out", kind="thing").manifest["files"]) == ["file"]
+        launch(together.end_rank_1, processes=2, device="cpu")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("mode", "sentence"),
+    ("work", "sentence"),
     [("fail", "error: the second cannot go on; change something"), ("kill", "Signal 9 (SIGKILL)")],
 )
-def test_one_of_torchrun_s_processes_ends_them_all(tmp_path: Path, mode: str, sentence: str) -> None:
-    codes, out, err = ended(torchrun(tmp_path, mode))
-    assert codes == {1}
-    assert out == ""
-    assert sentence in err
-    assert "error: process 0 of 2 lost the others: one of them ended, and its own last words say why" in err
+def test_one_of_torchrun_s_processes_ends_them_all(tmp_path: Path, work: str, sentence: str) -> None:
+    """Of two machines, both this one, each with an agent and one process."""
+    agent = ["--nnodes=2", "--nproc-per-node=1", "--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{free_port()}"]
+    program = ["-m", together.__name__, work, str(tmp_path / "out")]
+    root = {"PYTHONPATH": str(Path(__file__).parents[2])}
+    hosts = {"1": tmp_path / "said-1", "0": tmp_path / "said-0"}
+    agents = [
+        processes.start(torchrun, [*agent, f"--rdzv-conf=is_host={host}", *program], said=said, environment=root)
+        for host, said in hosts.items()
+    ]
+    assert processes.ended(*agents) == [1, 1]
+    said = "".join(file.read_text() for file in hosts.values())
+    assert sentence in said
+    assert "error: process 0 of 2 lost the others: one of them ended, and its own last words say why" in said
+    assert together.MADE not in said
     assert artifact.read(tmp_path / "out") is None
 
 
 @pytest.mark.slow
 def test_one_process_may_work_alone_for_longer_than_the_others_wait_at_a_step(tmp_path: Path) -> None:
-    meeting = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    program = [sys.executable, "-m", "tests.compressor.test_world", "alone", str(tmp_path)]
-    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    codes, out, err = ended(
-        [
-            subprocess.Popen(program, cwd=Path(__file__).parents[2], env=os.environ | meeting | {"RANK": rank}, **pipes)
-            for rank in "01"
-        ]
-    )
-    assert out.split() == ["met", "met"], err
-    assert codes == {1}
-    assert "process 1 of 2 lost the others" in err
+    said = tmp_path / "said-0", tmp_path / "said-1"
+    assert processes.ended(*processes.start_together(work_alone, said=said)) == [1, 1]
+    first, second = (file.read_text() for file in said)
+    assert first.startswith("met\n")
+    assert second.startswith("met\n")
+    assert "process 1 of 2 lost the others" in second
 
 
-def work_alone(folder: Path) -> None:
+def work_alone() -> None:
     """What two processes do: the leader keeps the other waiting, who has no such patience at a step."""
-    vars(training).update(PATIENCE=timedelta(seconds=3))
-    (folder / os.environ["RANK"]).touch()
-    while len(list(folder.iterdir())) < 2:  # both are awake
-        time.sleep(0.1)
+    vars(training).update(PATIENCE=timedelta(seconds=1.5))
+    vars(world).update(LOST_PATIENCE_S=0.0)
     with world.group() as found:
         assert found is not None
-        trainer = Trainer(tiny.bert(layers=1, hidden=16), tiny.finetuning(), found)
-        time.sleep(4.5 if found.is_leader else 0.0)
+        model = tiny.bert(layers=1, hidden=16)
+        found.barrier()  # to make the next group is a step, for which they do not wait long
+        trainer = Trainer(model, tiny.finetuning(), found)
+        time.sleep(2.25 if found.is_leader else 0.0)
         found.barrier()
         sys.stdout.write("met\n")
         sys.stdout.flush()
         assert trainer._exchange is not None
-        time.sleep(4.5 if found.is_leader else 0.0)
+        time.sleep(2.25 if found.is_leader else 0.0)
         torch.distributed.barrier(trainer._exchange._peers)
-
-
-def talk(world: World, folder: Path, mode: str) -> None:
-    """What torchrun's processes do together."""
-    if world.rank == 1 and mode == "fail":
-        raise ConfigError("the second cannot go on; change something")
-    if mode == "kill":
-        end_rank_1(world)
-    total = world.sum(np.array([1.0 + world.rank]))
-    if world.is_leader:
-        (folder / "file").write_text("")
-        artifact.write_result(folder, {"total": float(total[0])})
-
-
-def main(mode: str, folder: Path) -> None:
-    """The program that torchrun starts."""
-    try:
-        if mode == "alone":
-            return work_alone(folder)
-        with artifact.write(folder / "out", "thing", key="k", section={}, parents={}, together=True) as draft:
-            launch(talk, draft.path, mode, device="cpu")
-            draft.take_result()
-        Artifact.open(folder / "out", kind="thing")
-        sys.stdout.write(f"{draft.metrics['total']}\n")
-    except CompressorError as error:
-        sys.exit(f"error: {error}")
-
-
-if __name__ == "__main__":
-    main(sys.argv[1], Path(sys.argv[2]))

@@ -223,7 +223,11 @@ def test_a_label_of_another_type_is_refused(label, tmp_path):
         ("x.tsv", f"{HEADER}good\t1\n\nto\to\t0\n", r"x.tsv, line 4: 3 columns; a row needs 2"),
         ("x.csv", "sentence,label\ngood,1\nbad, really,0\n", r"x.csv, line 3: 3 columns; a row needs 2"),
         ("x.csv", 'sentence,label\n"two\nlines",1\nbad\n', r"x.csv, line 4: 1 columns"),
-        ("x.csv", 'sentence,label\ngood,1\n"never closed,0\nmore,1\n', r"x.csv, line 4: unexpected end of data"),
+        (
+            "x.csv",
+            'sentence,label\ngood,1\n"never closed,0\nmore,1\n',
+            r"x.csv, line 4: a quoted field has no end; close its quotes",
+        ),
         ("x.csv", 'sentence,label\n"good" one,1\n', r"x.csv, line 2: ',' expected after '\"'"),
         ("x.jsonl", '{"sentence": "good", "label": 1}\n{"sentence"\n', r"x.jsonl, line 2: not a JSON object: "),
         ("x.jsonl", '["good", 1]\n', r"x.jsonl, line 1: not a JSON object but list"),

@@ -16,7 +16,7 @@ import pytest
 
 from compressor.config import CorpusConfig
 from compressor.errors import DataError, SourceError
-from compressor.stages.corpus import find_labels, read_source
+from compressor.stages.corpus import corpus, find_labels, read_source
 from compressor.tasks import TASKS, TaskConfig
 from tests.compressor.stages.test_corpus_tasks import all_rows, hub, read
 
@@ -153,6 +153,32 @@ def test_a_configuration_of_the_user_s_goes_before_the_task_s(hub):
     assert asked == [("me/sst", "mine")]
 
 
+def test_listed_labels_are_read_in_any_unicode_form(tmp_path):
+    path = table(tmp_path / "x.csv", [{"title": "a", "topic": "e\u0301"}, {"title": "b", "topic": "b"}])
+    rows = all_rows(path, own(labels=("b", "\u00e9")).row())
+    assert [label for _, label in rows] == [1, 0]
+    with pytest.raises(ValueError, match="they must differ in more than case"):
+        own(labels=("\u00e9", "e\u0301"))
+
+
+def scored(path, first):
+    rows = [{"title": f"text {number}", "topic": first + number} for number in range(40)]
+    config = CorpusConfig(source=str(table(path / "x.csv", rows)))
+    return corpus(config, own(metric="pearson").row(), seed=0, key="k", out=path / "out")
+
+
+def test_scores_that_32_bits_cannot_tell_apart_are_refused(tmp_path):
+    with pytest.raises(
+        DataError, match=r"would round by up to 39; subtract a constant from all of them, such as the lo"
+    ):
+        scored(tmp_path, first=1_700_000_000)
+
+
+@pytest.mark.parametrize("first", [0, 1990, 0.1])
+def test_scores_that_32_bits_hardly_round_are_kept(first, tmp_path):
+    assert scored(tmp_path, first).metrics["rows"]["train"]
+
+
 # ---- labels that the recipe does not list
 
 
@@ -170,6 +196,11 @@ def test_labels_are_those_of_the_training_file_alone(tmp_path):
             [{"topic": "IT"}, {"topic": "HR"}, {"topic": "it"}],
             r"line 3: label 'it' differs from label 'IT' in case alone; write them alike, or list task.labels, which",
         ),
+        (
+            [{"topic": "\u00e9"}, {"topic": "e\u0301"}],
+            r"line 2: label .* differs from label .* in Unicode form alone; write them alike, or list task.labels",
+        ),
+        ([{"topic": "1"}, {"topic": "1.0"}], r"line 2: label '1.0' is the number of label '1'; write them alike"),
         ([{"title": "a"}], r"x.jsonl, line 1: no column 'topic'; found 'title'"),
         ([{"topic": None}], r"x.jsonl, line 1: the row has no label in column 'topic'; give it one or drop the row"),
         ([{"topic": " "}], r"x.jsonl, line 1: the row has no label in column 'topic'; give it one or drop the row"),

@@ -138,6 +138,7 @@ def test_a_student_comes_near_its_teacher(teacher: Artifact, corpus: Artifact, t
     assert sorted(path.name for path in made.path.glob("*.logits.npy")) == ["test.logits.npy", "validation.logits.npy"]
 
 
+@pytest.mark.usefixtures("few_resamples")
 def test_a_regression_comes_near_its_teachers_scores(teacher: Artifact, tmp_path: Path) -> None:
     scorer = tiny.saved(tmp_path / "teacher", "teacher", tiny.lively(tiny.bert(task=SCORES)))
     corpus = tiny.examples(tmp_path / "corpus", train=96, task=SCORES)
@@ -150,6 +151,7 @@ def test_a_regression_comes_near_its_teachers_scores(teacher: Artifact, tmp_path
 
 
 @pytest.mark.parametrize("init", ["random", "project"])
+@pytest.mark.usefixtures("few_resamples")
 def test_a_student_learns_scores_of_any_size_alike(init: str, tmp_path: Path) -> None:
     answers = []
     for factor, offset in ((1.0, 0.0), (4096.0, 8192.0)):  # powers of two: nothing is rounded on the way

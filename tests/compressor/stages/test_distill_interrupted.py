@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,15 +9,17 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from compressor import objectives
+from compressor import objectives, training
 from compressor.artifact import Artifact
 from compressor.checkpoints import PROJECTIONS_FILE
 from compressor.losses import soft_cross_entropy
+from compressor.objectives import Intermediate
 from compressor.stages import distill as stage
 from compressor.training import fit
 from compressor.world import World, launch
 from tests import tiny
 from tests.compressor.stages.test_distill import corpus, run, teacher, weights_hash
+from tests.processes import Killed, in_new_process
 
 __all__ = ["corpus", "teacher"]  # fixtures
 
@@ -47,65 +47,37 @@ def test_an_interrupted_stage_goes_on_and_ends_the_same(
     assert weights_hash(resumed) == weights_hash(whole)
 
 
-# Forked, not started anew: importing PyTorch takes longer than all of the training.
-KILLED = """\
-import os, select, signal, sys
-from pathlib import Path
-from compressor import training
-from compressor.objectives import Intermediate
-from compressor.stages.distill import distill
-from tests import tiny
+def distill_and_be_killed(folder: Path) -> None:
+    """Distill whole, and killed after each of three counts of the 30 steps, after those that were kept."""
+    patch = pytest.MonkeyPatch()  # in this process, which ends with the work
+    patch.setattr(training, "CHECKPOINT_EVERY_S", 0.0)
+    corpus = tiny.examples(folder / "corpus", train=96)
+    teacher = tiny.saved(folder / "teacher", "teacher", tiny.lively(tiny.bert()))
+    config = tiny.distilling("intermediate", epochs=5.0, precision="fp32")
 
-folder = Path(sys.argv[1])
-training.CHECKPOINT_EVERY_S = 0.0
-corpus = tiny.examples(folder / "corpus", train=96)
-teacher = tiny.saved(folder / "teacher", "teacher", tiny.lively(tiny.bert()))
-told, tell = os.pipe()
-forward = Intermediate.forward
-
-def telling(self, batch):
-    os.write(tell, b".")
-    return forward(self, batch)
-
-def start(name):
-    child = os.fork()
-    if child == 0:
-        config = tiny.distilling("intermediate", epochs=5.0, precision="fp32")
-        options = {"max_tokens": 16, "seed": 7, "key": "student", "device": "cpu"}
-        parents = {"teacher": teacher, "examples": corpus, "corpus": corpus}
-        made = distill(config, tiny.student(), tiny.TASK, **parents, **options, out=folder / name / "student")
+    def distilled(name: str) -> None:
+        made = run(config, tiny.student(), teacher, corpus, folder / name / "student")
         assert made.metrics["history"]["steps"] == 30
-        os._exit(0)
-    return child
 
-def steps_told():
-    found = 0
-    while select.select([told], [], [], 0)[0]:
-        found += len(os.read(told, 80))
-    return found
+    killed, forward = Killed(), Intermediate.forward
+    killed.complete(lambda: distilled("whole"))
 
-assert os.waitpid(start("whole"), 0)[1] == 0
-Intermediate.forward = telling
-for step in (2, 14, 9):  # of the 30, after those that were kept
-    child = start("cut")
-    for _ in range(step):
-        assert os.read(told, 1)
-    os.kill(child, signal.SIGKILL)
-    assert os.WIFSIGNALED(os.waitpid(child, 0)[1]), "it had come to its end before"
-    assert not (folder / "cut" / "student").exists()
-    steps_told()
-assert os.waitpid(start("cut"), 0)[1] == 0
-assert 0 < steps_told() < 12, "it did not go on from a checkpoint"
-"""
+    def telling(self: Intermediate, batch: Any) -> Any:
+        killed.tell()
+        return forward(self, batch)
+
+    patch.setattr(Intermediate, "forward", telling)
+    for steps in (2, 14, 9):
+        child = killed.fork(lambda: distilled("cut"))
+        killed.hear(steps)
+        killed.kill(child)
+        assert not (folder / "cut" / "student").exists()
+    assert 0 < killed.complete(lambda: distilled("cut")) < 12, "it did not go on from a checkpoint"
 
 
 @pytest.mark.slow
 def test_a_stage_that_is_killed_three_times_ends_with_the_same_files(tmp_path: Path) -> None:
-    root = Path(__file__).parents[3]
-    done = subprocess.run(
-        [sys.executable, "-c", KILLED, tmp_path], capture_output=True, check=False, cwd=root, timeout=200
-    )
-    assert done.returncode == 0, done.stderr.decode()
+    assert in_new_process(distill_and_be_killed, tmp_path) == 0
     whole, cut = (Artifact.open(tmp_path / name / "student", kind="student") for name in ("whole", "cut"))
     assert whole.manifest["files"] == cut.manifest["files"]  # weights, projections, answers
     assert PROJECTIONS_FILE in whole.manifest["files"]

@@ -16,7 +16,9 @@ from compressor.checkpoints import load_classifier
 from compressor.config import FinetuneConfig
 from compressor.dataset import encode, write_examples
 from compressor.errors import ModelError
+from compressor.evaluate import evaluate_saved
 from compressor.models import score_scale
+from compressor.stages import finetune as stage
 from compressor.stages.finetune import Supervised, _refuse_chance, finetune
 from compressor.tasks import TASKS, Task
 from compressor.training import fit
@@ -91,7 +93,45 @@ def test_the_measured_logits_are_those_of_the_saved_model(teacher: Artifact, cor
         np.testing.assert_allclose(mine, theirs, atol=1e-5)
 
 
+def test_a_saved_teacher_is_measured_at_the_length_that_it_was_made_with(
+    teacher: Artifact, corpus: Artifact, tmp_path: Path
+) -> None:
+    made = run(tiny.finetuning(teacher=str(teacher.path)), corpus, tmp_path / "adopted", max_tokens=8)
+    assert (made.manifest["section"]["max_tokens"], made.manifest["section"]["seed"]) == (8, 7)
+    assert evaluate_saved(made.path, corpus, "test") == made.metrics["test"] | {
+        "interval_95": tuple(made.metrics["test"]["interval_95"])
+    }
+
+
+def adopt_constant(score: float, folder: Path) -> Artifact:
+    """Adopt a regression that gives every text the same score; the data's are from 0 to 1.4."""
+    task = tiny.pair_task(labels=())
+    model = tiny.bert(task=task)
+    torch.nn.init.constant_(model.classifier.bias, score)
+    torch.nn.init.zeros_(model.classifier.weight)
+    config = tiny.finetuning(teacher=str(tiny.checkpoint(folder / "checkpoint", model)))
+    corpus = tiny.examples(folder / "corpus", train=8, held_out=8, task=task)
+    return finetune(config, task, corpus, max_tokens=24, seed=7, key="k", out=folder / "out", device="cpu")
+
+
+@pytest.mark.usefixtures("few_resamples")
+def test_an_adopted_regression_of_another_scale_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stage, "_refuse_chance", lambda *_: None)
+    with pytest.raises(
+        ModelError, match=r"is off by 49.* on average .*: its scores are of another scale; give a teach"
+    ):
+        adopt_constant(50.0, tmp_path)
+
+
+@pytest.mark.usefixtures("few_resamples")
+def test_the_error_of_a_regression_is_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stage, "_refuse_chance", lambda *_: None)
+    metrics = adopt_constant(0.7, tmp_path).metrics
+    assert metrics["absolute_error"] == pytest.approx(metrics["blind_absolute_error"], abs=0.1)
+
+
 @pytest.mark.parametrize("labels", [("different", "alike"), ()], ids=["classifier", "regression"])
+@pytest.mark.usefixtures("few_resamples")
 def test_a_teacher_of_pairs_learns(labels: tuple[str, ...], base: Path, tmp_path: Path) -> None:
     task = tiny.pair_task(labels=labels)
     corpus = tiny.examples(tmp_path / "corpus", train=192, task=task)
@@ -102,6 +142,7 @@ def test_a_teacher_of_pairs_learns(labels: tuple[str, ...], base: Path, tmp_path
     assert load_classifier(made.path, task).config.num_labels == task.outputs
 
 
+@pytest.mark.usefixtures("few_resamples")
 def test_scores_of_any_size_are_learnt_alike(base: Path, tmp_path: Path) -> None:
     task, answers = tiny.pair_task(labels=()), []
     for factor, offset in ((1.0, 0.0), (1000.0, 250_000.0)):
@@ -248,6 +289,7 @@ def test_a_teacher_that_its_metric_cannot_tell_from_one_answer_is_refused_with_a
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("cold_processes")  # an order that hash seeds decide would differ between them
 def test_two_processes_end_with_the_same_weights(corpus: Artifact, tmp_path: Path) -> None:
     launch(weights_of_each_process, corpus, tmp_path, processes=2, device="cpu")
     first, second = (torch.load(tmp_path / f"{rank}.pt", weights_only=True) for rank in (0, 1))

@@ -24,7 +24,6 @@ from compressor.world import World
 from tests import tiny
 
 WORLD = World(device=torch.device("cpu"))
-MODEL = "model.safetensors"
 
 
 @pytest.fixture(scope="module")

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import errno
+import os
+import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -122,6 +125,34 @@ def test_unfinished_logits_without_a_note_are_worked_out_anew(model: Any, rows: 
     (tmp_path / "scratch").mkdir()
     (tmp_path / "scratch" / "teacher.logits.npy").write_bytes(b"cut")
     assert np.isfinite(cached(model, rows, tmp_path)).all()
+
+
+@pytest.mark.parametrize("kept_bytes", [0, 20, -40])
+def test_damaged_logits_are_named_and_worked_out_anew(
+    model: Any, rows: Encoded, tmp_path: Path, kept_bytes: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    whole, file = np.array(cached(model, rows, tmp_path)), tmp_path / "teacher.logits.npy"
+    cut = file.read_bytes()[:kept_bytes]
+    file.unlink()
+    file.write_bytes(cut)
+    assert np.array_equal(cached(model, rows, tmp_path), whole)
+    assert f"{file} is damaged and is made again" in caplog.text
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems have no such call")
+def test_a_full_disk_is_found_out_before_logits_are_written(
+    model: Any, rows: Encoded, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked_for: list[int] = []
+
+    def refuse(descriptor: int, offset: int, size: int) -> None:
+        asked_for.append(size)
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr("os.posix_fallocate", refuse)
+    with pytest.raises(OSError, match="No space left on device"):
+        cached(Cut(model, 0), rows, tmp_path)
+    assert asked_for == [(tmp_path / "scratch" / "teacher.logits.npy").stat().st_size]
 
 
 @dataclass
