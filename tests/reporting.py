@@ -106,6 +106,7 @@ def seal(
         "kind": kind,
         "key": f"key of {name}",
         "content": f"content of {name}",
+        "files": {},
         "parents": {f"role {parent}": {"key": f"key of {parent}", "content": ""} for parent in parents or []},
         "section": section or {},
         "metrics": metrics,
