@@ -8,6 +8,9 @@ from typing import Any
 
 # Of a text's logits between batches, where no answer may depend on the batch: that none was seen to is luck above it.
 MAX_BATCH_DIFFERENCE = 1e-5
+# Between a regression's scores and fp32's, in shares of the spread of these: its metrics are correlations, which see
+# neither another scale nor another offset.
+MAX_SCORE_DIFFERENCE = 0.1
 # For the rounding of shares of rows, not for the gate.
 TOLERANCE = 1e-12
 
@@ -57,6 +60,10 @@ class Bounds:
         """Whether it says what fp32 says: the interval of the agreement reaches the bound."""
         return bool(most_agreement(row) >= self.min_agreement)
 
+    def scores_hold(self, row: Row) -> bool:
+        """Whether a regression's answers are close enough to fp32's; labels, and runs of old versions, have no such."""
+        return bool(row.get("score_difference_fp32", 0.0) <= MAX_SCORE_DIFFERENCE)
+
     def ignores_the_batch(self, row: Row) -> bool:
         """Whether neither answers nor logits depend too much on the batch."""
         return self.flips_hold(row) and self.logits_hold(row)
@@ -68,6 +75,9 @@ class Bounds:
             f"{100 * row['flips']:.2f} % of answers depend on the batch": self.flips_hold(row),
             f"logits differ between batches by {row['batch_logit_difference']:.1e}": self.logits_hold(row),
             f"at most {100 * most_agreement(row):.2f} % of answers are those of fp32": self.agreement_holds(row),
+            f"scores differ from those of fp32 by {row.get('score_difference_fp32', 0.0):.2f} of their spread": (
+                self.scores_hold(row)
+            ),
         }
         return [fault for fault, holds in checks.items() if not holds]
 
@@ -76,16 +86,17 @@ class Bounds:
         return not self.faults(row)
 
     def excess(self, row: Row) -> float:
-        """How far a line is outside, in metric, flips, logits and agreement together."""
+        """How far a line is outside, in metric, flips, logits, agreement and scores together."""
         disagrees = 0.0 if self.agreement_holds(row) else self.min_agreement - row["agreement_fp32"]
         differs = 0.0 if self.logits_hold(row) else row["batch_logit_difference"]
-        over = (row["drop"] - self.max_metric_drop, row["flips"] - self.max_label_flips, differs, disagrees)
+        scores = row.get("score_difference_fp32", 0.0) - MAX_SCORE_DIFFERENCE
+        over = (row["drop"] - self.max_metric_drop, row["flips"] - self.max_label_flips, differs, disagrees, scores)
         return float(sum(max(0.0, value) for value in over))
 
 
 def most_agreement(row: Row) -> float:
     """The most that the share of answers as fp32's may be (95 %).
 
-    A regression has no such gate: its metric moves with every answer already.
+    A regression has the difference of its scores instead.
     """
     return float(row.get("agreement_fp32_95", [1.0, 1.0])[1])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
@@ -67,7 +68,7 @@ def classify_file(
     with closing(connect()) as client:
         _check_pairs(client, columns)
         added = columns.added(client.labels)
-    facts["rows"] = _checked(source, out, columns, added)
+    facts["rows"], schema = _checked(source, out, columns, added)
     batches = _batches(fields for _, fields in tables.records(source))
     progress = Progress("classified rows", total=facts["rows"])
 
@@ -79,23 +80,36 @@ def classify_file(
             progress.advance(len(batch))
 
     with closing(rows()) as made:
-        table_writer.write(out, made, like=source)
+        table_writer.write(out, made, schema=schema)
     progress.close()
     return facts
 
 
-def classify_table(client: Classifier, table: pa.Table | pd.DataFrame, columns: Columns) -> pa.Table | pd.DataFrame:
+def classify_table(
+    client: Classifier, table: pa.Table | pa.RecordBatch | pd.DataFrame, columns: Columns
+) -> pa.Table | pd.DataFrame:
     """Return an Arrow table, or a pandas DataFrame, with the columns that `classify_file` adds.
 
-    Raises DataError if a column is missing, there already, or holds no texts; ConfigError and ServingError as there.
+    Raises DataError if it is neither, or a column is missing, there twice or already, or holds no texts; ConfigError
+    and ServingError as there.
     """
     import pyarrow as pa
 
     _check_pairs(client, columns)
     added = columns.added(client.labels)
+    if isinstance(table, pa.RecordBatch):
+        table = pa.Table.from_batches([table])
     is_arrow = isinstance(table, pa.Table)
+    if not is_arrow and not _is_frame(table):
+        raise DataError(f"the table is of type {type(table).__name__}; give an Arrow table or a pandas DataFrame")
     names = table.column_names if is_arrow else list(table.columns)
-    tables.check_columns("the table", dict.fromkeys(names), texts=columns.texts, added=added)
+    # Frames may have numbers for names, and tuples where names have levels.
+    tables.check_columns("the table", {str(name): None for name in names}, texts=columns.texts, added=added)
+    for name in columns.texts:
+        if names.count(name) != 1:
+            raise DataError(
+                f"the table: {names.count(name)} columns are named {name!r}; give one column that name, as a text"
+            )
     # pandas has a number of ways to say that there is nothing; all of them become None.
     held = [
         table[name].to_pylist()
@@ -109,9 +123,15 @@ def classify_table(client: Classifier, table: pa.Table | pd.DataFrame, columns: 
     found = [answer for batch in _batches(iter(rows)) for answer in answered(client, _texts(batch, columns))]
     cells = list(zip(*(_cells(answer, len(added)) for answer in found), strict=True)) or [()] * len(added)
     for name, values in zip(added, cells, strict=True):
-        kind = pa.float64() if name.endswith(("score", "value")) else pa.string()
+        kind = pa.float64() if _is_number(name) else pa.string()
         table = table.append_column(name, pa.array(values, kind)) if is_arrow else table.assign(**{name: values})
     return table
+
+
+def _is_frame(table: Any) -> bool:
+    """Whether it is a DataFrame: of a library that whoever made one has loaded, and that we do without."""
+    pandas = sys.modules.get("pandas")
+    return pandas is not None and isinstance(table, pandas.DataFrame)
 
 
 def answered(client: Classifier, texts: Sequence[Text]) -> list[Answer | RequestError]:
@@ -185,19 +205,29 @@ def _cells(answer: Answer | RequestError, count: int) -> tuple[Any, ...]:
         case Regression():
             return answer.value, ""
         case RequestError():
-            return (None,) * (count - 1) + (str(answer),)
+            # A reason with line ends, as gateways send, is no cell of a TSV file.
+            return (None,) * (count - 1) + (" ".join(str(answer).split()),)
 
 
-def _checked(source: Path, out: Path, columns: Columns, added: Sequence[str]) -> int:
-    """The number of rows of a table that can be sent, and written to `out`. Raises DataError where one cannot."""
-    count = 0
+def _checked(source: Path, out: Path, columns: Columns, added: Sequence[str]) -> tuple[int, Any]:
+    """The number of rows of a table that can be sent, and the schema of `out` with the answers (see `Form.schema`).
+
+    Raises DataError where a row cannot be sent, or written to `out`.
+    """
+    count, form = 0, table_writer.Form(out, source)
+    answer = {name: 0.0 if _is_number(name) else "" for name in added}  # of the types that all of them have
     for where, fields in tables.records(source):
         count += 1
         tables.check_columns(where, fields, texts=columns.texts, added=added)
-        table_writer.check_cells(where, fields, out)
+        form.add(where, {**fields, **answer})
     if not count:
         raise DataError(f"{source} has no rows; give a file with a row for each text")
-    return count
+    return count, form.schema()
+
+
+def _is_number(added: str) -> bool:
+    """Whether a column that is added holds numbers; the others hold text."""
+    return added.endswith(("score", "value"))
 
 
 def _check_pairs(client: Classifier, columns: Columns) -> None:

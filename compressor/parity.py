@@ -20,17 +20,19 @@ from compressor.models import score_scale
 from compressor.tasks import Task
 from compressor.world import available_cores
 
-PARITY_SHAPES = ((1, 1), (1, 128), (8, 33))  # rows x tokens, all of them real
+PARITY_SHAPES = ((1, 1), (1, 128), (8, 33))  # rows x tokens, all of them real; (1, max_tokens) comes with them
 PARITY_ROWS = 256
 MIXED = 64  # rows of a batch of texts of all lengths
 
 log = logging.getLogger(__name__)
 
 
-def prove(name: str, graph: Path, model: Any, task: Task, examples: Encoded, bound: float) -> dict[str, Any]:
+def prove(
+    name: str, graph: Path, model: Any, task: Task, examples: Encoded, bound: float, *, max_tokens: int
+) -> dict[str, Any]:
     """What `measure_parity` found. Raises GateError beyond the bound, or if weights or logits are no numbers."""
     onnx_graph.refuse_broken(graph)
-    parity = measure_parity(graph, model, task, examples)
+    parity = measure_parity(graph, model, task, examples, max_tokens)
     largest = parity["max_logit_difference"]
     no_numbers = [shape for shape, difference in parity["by_shape"].items() if difference is None]
     if no_numbers:
@@ -51,13 +53,14 @@ def prove(name: str, graph: Path, model: Any, task: Task, examples: Encoded, bou
     return {**parity, "bound": bound, "size_bytes": graph.stat().st_size}
 
 
-def measure_parity(graph: Path, model: Any, task: Task, examples: Encoded) -> dict[str, Any]:
+def measure_parity(graph: Path, model: Any, task: Task, examples: Encoded, max_tokens: int) -> dict[str, Any]:
     """Largest logit difference to PyTorch's `model` at several shapes, all texts real, and agreement on whole texts.
 
+    One shape is a row of `max_tokens`, the longest that is served: no validation text may be as long.
     A difference is None if logits on either side are no numbers. Scores of a regression without a range of its own
     count by their spread: a difference of 1e-5 is nothing to prices.
     """
-    theirs, batches = TorchPredictor(model), dict(_parity_batches(examples, model.config))
+    theirs, batches = TorchPredictor(model), dict(_parity_batches(examples, model.config, max_tokens))
     # One after the other: the threads of either would slow the other down.
     expected = {shape: [theirs(inputs) for inputs in found] for shape, found in batches.items()}
     mine = OnnxPredictor(graph, threads=available_cores())
@@ -77,12 +80,12 @@ def measure_parity(graph: Path, model: Any, task: Task, examples: Encoded) -> di
     }
 
 
-def _parity_batches(examples: Encoded, shape: Any) -> Iterator[tuple[str, list[Inputs]]]:
+def _parity_batches(examples: Encoded, shape: Any, max_tokens: int) -> Iterator[tuple[str, list[Inputs]]]:
     """By rows x tokens: batches made of validation texts. The longest and the shortest are always among them."""
     rows = np.random.default_rng(0).permutation(len(examples))[:PARITY_ROWS]
     length_N = examples.lengths(np.arange(len(examples)))
     rows[:2] = [length_N.argmax(), length_N.argmin()][: len(rows)]  # there may be one
-    for count, tokens in PARITY_SHAPES:
+    for count, tokens in dict.fromkeys((*PARITY_SHAPES, (1, max_tokens))):
         yield f"{count}x{tokens}", [_full(examples, rows, count, min(tokens, shape.max_position_embeddings))]
     mixed = [examples.batch(rows[first : first + MIXED]).inputs for first in range(0, len(rows), MIXED)]
     yield f"{MIXED}xmixed", mixed

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from compressor.bounds import Bounds, most_agreement
+from compressor.bounds import MAX_SCORE_DIFFERENCE, Bounds, most_agreement
 from compressor.evaluate import METRIC_NAMES
 
 
@@ -46,6 +46,9 @@ def int8_gates(
         name = "answers as fp32 (validation texts, upper end of the 95 % interval)"
         least, upper = 100 * bounds.min_agreement, 100 * most_agreement(row)
         found.append((name, upper, "at least", least, "%", bounds.agreement_holds(row)))
+    if (differs := row.get("score_difference_fp32")) is not None:
+        name = "scores as fp32 (root mean square of the difference on validation, of the spread of fp32's)"
+        found.append((name, 100 * differs, "at most", 100 * MAX_SCORE_DIFFERENCE, "%", bounds.scores_hold(row)))
     return [(f"INT8 ({row['scheme']}) {name}", *facts) for name, *facts in found]
 
 

@@ -66,12 +66,15 @@ def export(
             encoded = encode(corpus, "validation", load_tokenizer(source.path), max_tokens, cache=out.parent / ENCODED)
             facts = {"exporter": exporter, "triton_release": config.triton_release, **vars(form)}
             model = load_classifier(source.path, task)
-            found = prove(name, folder / MODEL_FILE, model, task, encoded, config.max_logit_difference)
+            bound = config.max_logit_difference
+            found = prove(name, folder / MODEL_FILE, model, task, encoded, bound, max_tokens=max_tokens)
             facts |= found | {"size_by_part": onnx_graph.size_by_part(onnx.load(folder / MODEL_FILE))}
             if "gpu" in config.targets:
                 write_fp16(folder / MODEL_FILE, folder / FP16_FILE)
                 bound = config.max_logit_difference_fp16
-                facts["fp16"] = prove(f"{name} fp16", folder / FP16_FILE, model, task, encoded, bound)
+                facts["fp16"] = prove(
+                    f"{name} fp16", folder / FP16_FILE, model, task, encoded, bound, max_tokens=max_tokens
+                )
             if name == "student":  # of a teacher its own stage made sure
                 refuse_blind(name, model, task, encoded)
             draft.metrics[name] = facts

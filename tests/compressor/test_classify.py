@@ -237,6 +237,65 @@ def test_a_frame_may_hold_anything_but_where_its_texts_should_be() -> None:
     assert list(classify_table(fake(), nothing, Columns(text="t"))["error"]) == ["", *["TEXT is empty"] * 4]
 
 
+def test_every_row_decides_the_types_of_the_answers_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(table_writer, "ROWS_SEEN", 4)  # the types show after them, and the first are all refused
+    rows = [
+        {"t": "good" if late else "", "note": "late" if late else None, "n": 1.5 if late else 1}
+        for late in [0] * 9 + [1]
+    ]
+    table_writer.write(tmp_path / "in.jsonl", rows)
+    facts = classify_file(tmp_path / "in.jsonl", tmp_path / "out.parquet", Columns(text="t"), fake)
+    assert facts == {"rows": 10, "refused": 9}
+    types = {field.name: str(field.type) for field in pq.read_schema(tmp_path / "out.parquet")}
+    assert types == {
+        "t": "string",
+        "note": "string",
+        "n": "double",
+        "label": "string",
+        "score": "double",
+        "error": "string",
+    }
+
+
+def test_a_row_that_does_not_fit_the_others_is_refused_before_anything_is_asked(tmp_path: Path) -> None:
+    table_writer.write(tmp_path / "in.jsonl", [{"t": "good", "n": 1}, {"t": "good", "n": "one"}])
+    never = FakeClient(lambda text: pytest.fail(f"{text} was asked"))
+    with pytest.raises(DataError, match=r"in.jsonl, line 2 does not fit its columns' types"):
+        classify_file(tmp_path / "in.jsonl", tmp_path / "out.parquet", Columns(text="t"), lambda: never)
+
+
+def test_a_reason_of_many_lines_fits_in_a_cell(tmp_path: Path) -> None:
+    def refuse(text: Text) -> str:
+        raise RequestError("the server refused:\t<html>\r\n<head>413</head>")
+
+    table_writer.write(tmp_path / "in.jsonl", [{"t": "good"}])
+    classify_file(tmp_path / "in.jsonl", tmp_path / "out.tsv", Columns(text="t"), lambda: FakeClient(refuse))
+    ((_, fields),) = tables.records(tmp_path / "out.tsv")
+    assert fields["error"] == "the server refused: <html> <head>413</head>"
+
+
+@pytest.mark.parametrize(
+    ("table", "message"),
+    [
+        (pd.DataFrame([["a", "b"]], columns=["t", "t"]), "^the table: 2 columns are named 't'; give one"),
+        (pa.table([["a"], ["b"]], names=["t", "t"]), "^the table: 2 columns are named 't'; give one"),
+        (pd.DataFrame([["a"]], columns=pd.MultiIndex.from_tuples([("t", "x")])), "^the table: no column 't'; known: "),
+        (pd.DataFrame([["a", 1]], columns=["a", 0]), "^the table: no column 't'; known: 0, a$"),
+        ({"t": ["a"]}, "^the table is of type dict; give an Arrow table or a pandas DataFrame$"),
+    ],
+)
+def test_a_table_in_memory_without_one_column_of_texts_is_refused(table: Any, message: str) -> None:
+    client = fake()
+    with pytest.raises(DataError, match=message):
+        classify_table(client, table, Columns(text="t"))
+    assert client.calls == []
+
+
+def test_a_record_batch_is_a_table() -> None:
+    found = classify_table(fake(), pa.record_batch({"t": ["good"]}), Columns(text="t"))
+    assert found.to_pydict() == {"t": ["good"], "label": ["positive"], "score": [1.0], "error": [""]}
+
+
 @pytest.mark.triton
 @pytest.mark.parametrize("protocol", ["grpc", "http"])
 def test_a_real_server_answers_a_file(tmp_path: Path, protocol: str) -> None:

@@ -139,6 +139,16 @@ def test_the_agreement_gate_is_one_of_the_gates(tmp_path: Path, upper: float, wi
     assert facts["int8_candidates"][1]["within_bound"] is gate["passed"] is within
 
 
+@pytest.mark.parametrize(("difference", "within"), [(0.04, True), (0.2, False)])
+def test_the_gate_of_a_regressions_scores_is_one_of_the_gates(tmp_path: Path, difference: float, within: bool) -> None:
+    artifacts = make_run(tmp_path)
+    artifacts["7-quantize"].manifest["metrics"]["candidates"][1]["score_difference_fp32"] = difference
+    facts = collect(tmp_path, artifacts)
+    gate = next(gate for gate in facts["gates"] if "scores as fp32" in gate["gate"])
+    assert (gate["value"], gate["rule"], gate["bound"]) == (100 * difference, "at most", 10)
+    assert facts["int8_candidates"][1]["within_bound"] is gate["passed"] is within
+
+
 def test_the_int8_section_tells_parts_and_processors(run: Run) -> None:
     assert run.facts["int8"]["size_by_part"]["head"] == {"fp32": 400_000, "int8": 100_000}
     assert "| embeddings | 38.70 | 9.80 |" in run.text

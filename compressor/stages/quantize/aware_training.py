@@ -79,6 +79,8 @@ class AwareTraining:
     validation: Encoded
     weight_bits: int
     calibration_rows: int
+    max_tokens: int
+    """Of the longest row that is served."""
     seed: int
     exported: Mapping[str, Any]
     """What the export said of the student's graph: its exporter, its Triton release, its bound."""
@@ -99,8 +101,15 @@ class AwareTraining:
         set_mode(products, "plain")
         exporter, form = self.exported["exporter"], format_for(self.exported["triton_release"])
         write_graph(graph, folder / MODEL_FILE, exporter=exporter, form=form)
-        bound = self.exported["bound"]
-        prove("student trained for INT8", folder / MODEL_FILE, graph, self.task, self.validation, bound)
+        prove(
+            "student trained for INT8",
+            folder / MODEL_FILE,
+            graph,
+            self.task,
+            self.validation,
+            self.exported["bound"],
+            max_tokens=self.max_tokens,
+        )
 
     def run_texts(self, graph: ClassifierGraph) -> None:
         """Some training texts one by one, without padding."""

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from compressor.bounds import Bounds
+from compressor.bounds import MAX_SCORE_DIFFERENCE, Bounds
 from compressor.errors import GateError
 from compressor.evaluate import METRIC_NAMES
 
@@ -34,9 +34,7 @@ def choose(table: Sequence[dict[str, Any]], bounds: Bounds, hint: str = "") -> s
             f"{100 * bounds.max_metric_drop:.2f} (quantize.max_metric_drop), {100 * nearest['flips']:.2f} % of "
             f"answers depend on the batch, the bound is {100 * bounds.max_label_flips:.2f} (quantize.max_label_flips), "
             f"logits differ between batches by {nearest['batch_logit_difference']:.1e}, {_logit_bound(bounds)}, and "
-            f"{agreement(nearest)}, the bound is {100 * bounds.min_agreement:.2f} (quantize.min_agreement); "
-            + "; ".join(line(row) for row in table)
-            + hint
+            f"{_likeness(nearest, bounds)}; " + "; ".join(line(row) for row in table) + hint
         )
     fastest = min(speed(row) for row in passed)
     equal = [row for row in passed if speed(row) <= fastest * SAME_SPEED]
@@ -72,6 +70,16 @@ def agreement(row: dict[str, Any]) -> str:
     low, high = row.get("agreement_fp32_95", (None, None))
     interval = "" if low is None else f" (95 % interval {100 * low:.2f} to {100 * high:.2f})"
     return f"{100 * row['agreement_fp32']:.2f} % of answers are those of fp32{interval}"
+
+
+def _likeness(row: dict[str, Any], bounds: Bounds) -> str:
+    """How near labels, or the scores of a regression, are to fp32's, and the bound."""
+    if "score_difference_fp32" not in row:
+        return f"{agreement(row)}, the bound is {100 * bounds.min_agreement:.2f} (quantize.min_agreement)"
+    return (
+        f"scores differ from those of fp32 by {row['score_difference_fp32']:.2f} of their spread, the bound is "
+        f"{MAX_SCORE_DIFFERENCE:.2f}"
+    )
 
 
 def slower_than_fp32(table: Sequence[dict[str, Any]], chosen: str) -> str:

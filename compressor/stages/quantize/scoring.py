@@ -77,8 +77,9 @@ class Scorer:
         """One line of the table of candidates, but for its times.
 
         `score` is the worst of all compositions, `drop` the largest loss against fp32 in the same one. Between batches
-        scores of a regression without a range of its own differ by shares of their spread. Raises GateError if it gives
-        logits that are no numbers.
+        scores of a regression without a range of its own differ by shares of their spread; `score_difference_fp32`, of
+        any regression, is the root mean square of the difference to fp32 over the spread of fp32's scores. Raises
+        GateError if it gives logits that are no numbers.
         """
         found = self.fp32 if scheme == "fp32" else self._by_composition(scheme, graph, self.validation)
         metric = {name: self._score(logits_NC) for name, logits_NC in found.items()}
@@ -102,7 +103,11 @@ class Scorer:
             "size_bytes": graph.stat().st_size,
             "rows": len(self.row_N),
         }
-        if not self.task.is_regression:
+        if self.task.is_regression:
+            fp32_NC = self.fp32["1"].astype(np.float64)
+            error = float(np.sqrt(np.square(alone_NC - fp32_NC).mean()))
+            facts["score_difference_fp32"] = error / (float(fp32_NC.std()) or 1.0)
+        else:
             same = int(same_answers(self.task, alone_NC, self.fp32["1"]).sum())
             facts["agreement_fp32_95"] = list(wilson(same, len(self.row_N)))
             right = [answers(self.task, logits_NC) == self._label_N for logits_NC in (alone_NC, self.fp32["1"])]
@@ -119,9 +124,10 @@ class Scorer:
             found[name] = logits_in_batches(predictor, examples, self.row_N, size, similar=similar)
             broken = int((~np.isfinite(found[name]).all(axis=1)).sum())
             if broken:
+                remedy = "; export the student again" if scheme.startswith("fp32") else ""
                 raise GateError(
                     f"accuracy gate: {scheme} gives logits that are no numbers (NaN or infinite) for {broken} of "
-                    f"{len(self.row_N)} validation texts in batches of {name}; the bound is 0; export the student again"
+                    f"{len(self.row_N)} validation texts in batches of {name}; the bound is 0{remedy}"
                 )
         return found
 

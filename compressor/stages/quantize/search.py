@@ -18,7 +18,7 @@ from compressor import machine, onnx_graph
 from compressor.bounds import Bounds
 from compressor.config import Int8Candidate, QuantizeConfig
 from compressor.dataset import Encoded
-from compressor.errors import ConfigError
+from compressor.errors import ConfigError, GateError
 from compressor.evaluate import OnnxPredictor
 from compressor.stages.quantize.calibration import Activation, calibrate
 from compressor.stages.quantize.candidates import CANDIDATES, Candidate, Static
@@ -129,6 +129,8 @@ class Search:
             self.bounds.hold(row) for row in self._table if row["scheme"] not in (FP32, TRIMMED)
         ):
             self._add_trained()
+        if not any(row["scheme"] not in (FP32, TRIMMED) for row in self._table):
+            raise GateError(f"accuracy gate: no INT8 candidate is left to choose from{self.hint}")
         log.info("quantize times %d graphs", len(self._table))
         add_times(self._table, self.graphs, self.source.parent, self.threads)
         return self._table
@@ -151,12 +153,24 @@ class Search:
             log.info("quantize leaves out %s: on %s signed weights have 8 bits too", left, self.host.target)
         return [name for name in names if name != QAT]
 
-    def _add(self, scheme: str, graph: Path, excluded: tuple[str, ...] = (), progress: str = "") -> dict[str, Any]:
+    def _add(self, scheme: str, graph: Path, excluded: tuple[str, ...] = (), progress: str = "") -> bool:
+        """Put a graph into the table if its logits are numbers; returns whether it is there and within the bounds.
+
+        Raises GateError if those of fp32 are not; of another, which the other ones may do without, that is a hint.
+        """
+        try:
+            row = self.scorer.row(scheme, graph, excluded)
+        except GateError as error:
+            if scheme in (FP32, TRIMMED):
+                raise
+            log.warning("quantize leaves %s out: %s", scheme, error)
+            self.hint += f"; {scheme} is out: its logits are no numbers"
+            graph.unlink()
+            return False
         self.graphs[scheme] = graph
-        row = self.scorer.row(scheme, graph, excluded)
         self._table.append(row)
         log.info("quantize %s%s", progress, line(row))
-        return row
+        return self.bounds.hold(row)
 
     def _calibrate(self) -> None:
         log.info("quantize calibrates on %d training texts", self.config.calibration_rows)
@@ -205,7 +219,7 @@ class Search:
                 spared = (*spared, worst)
                 graph = self.scratch / f"{best}-less-{len(spared)}.onnx"
                 self._write(CANDIDATES[best], spared, graph)
-                if self.bounds.hold(self._add(f"{best} less {len(spared)}", graph, spared)):
+                if self._add(f"{best} less {len(spared)}", graph, spared):
                     return
         self.hint += f"; the products that do most harm in {best}: {', '.join(spared)}"
 

@@ -84,6 +84,7 @@ def quantize(
             validation=validation,
             weight_bits=host.weight_bits,
             calibration_rows=config.calibration_rows,
+            max_tokens=max_tokens,
             seed=seed,
             exported=onnx_models.metrics["student"],
         )

@@ -45,6 +45,7 @@ def prepared(line: Line, rows: Encoded, weight_bits: int) -> AwareTraining:
         validation=rows,
         weight_bits=weight_bits,
         calibration_rows=ROWS,
+        max_tokens=tiny.MAX_TOKENS,
         seed=3,
         exported=EXPORTED,
     )

@@ -77,7 +77,7 @@ def test_parity_is_measured_on_the_validation_texts_at_every_shape(exported: Art
     found = exported.metrics[name]
     assert found["max_logit_difference"] == max(found["by_shape"].values()) <= found["bound"] == 1e-4
     assert (found["rows"], found["agreement"]) == (48, 1.0)
-    assert list(found["by_shape"]) == ["1x1", "1x128", "8x33", "64xmixed"]
+    assert list(found["by_shape"]) == ["1x1", "1x128", "8x33", f"1x{tiny.MAX_TOKENS}", "64xmixed"]
 
 
 @pytest.mark.parametrize("exporter", ["optimum", "torch"])
@@ -267,8 +267,9 @@ def test_one_validation_row_is_enough(line: Line, graphs: dict[str, Path], tmp_p
     rows = tiny.examples(tmp_path / "examples", held_out=1)
     model = line.run / "2-finetune"
     encoded = encode(rows, "validation", load_tokenizer(model), tiny.MAX_TOKENS, cache=tmp_path / "cache")
-    found = measure_parity(graphs["optimum"], load_classifier(model, tiny.TASK), tiny.TASK, encoded)
+    found = measure_parity(graphs["optimum"], load_classifier(model, tiny.TASK), tiny.TASK, encoded, 48)
     assert (found["rows"], found["agreement"]) == (1, 1.0)
+    assert "1x48" in found["by_shape"]  # of the longest text that is served, though no text is as long
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf])

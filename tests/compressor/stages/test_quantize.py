@@ -18,15 +18,14 @@ from compressor import latency, machine, onnx_graph
 from compressor.artifact import Artifact
 from compressor.bounds import Bounds
 from compressor.config import QuantizeConfig
-from compressor.dataset import encode
 from compressor.errors import ArtifactError, ConfigError, DataError, GateError
 from compressor.stages.quantize import quantize, search
 from compressor.stages.quantize.calibration import Activation, calibrate
 from compressor.stages.quantize.candidates import CANDIDATES
 from compressor.stages.quantize.choice import choose, evidence, slower_than_fp32, speed
 from compressor.stages.quantize.exclusion import Ranking
-from compressor.stages.quantize.rewriting import products
-from compressor.stages.quantize.scoring import ExactPredictor, Scorer, latency_shapes
+from compressor.stages.quantize.rewriting import products, quantize_graph
+from compressor.stages.quantize.scoring import ExactPredictor, latency_shapes
 from compressor.stages.quantize.search import Host
 from compressor.stages.quantize.stage import teacher_logits
 from compressor.statistics import wilson
@@ -66,23 +65,6 @@ def test_a_candidate_whose_logits_depend_on_the_batch_does_not_win_because_no_fl
     message = r"nearest miss is dynamic: .* logits differ between batches by 1\.3e-01, the bound is 1e-05 where max_lab"
     with pytest.raises(GateError, match=message):
         choose(table[:2], BOUNDS)
-
-
-def test_logits_of_a_regression_without_a_range_differ_by_shares_of_their_spread(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    task = tiny.pair_task(labels=())
-    rows = encode(
-        tiny.examples(tmp_path / "examples", held_out=4, task=task),
-        "validation",
-        tiny.tokenizer(tmp_path / "tokenizer"),
-        tiny.MAX_TOKENS,
-        cache=tmp_path,
-    )
-    prices_NC = np.array([[1e5], [2e5], [3e5], [4e5]], np.float32)
-    monkeypatch.setattr(Scorer, "_by_composition", lambda *_: {"1": prices_NC, "8": prices_NC + 1})
-    scorer = Scorer(task, rows, prices_NC, 1, fp32=tmp_path, fp32_validation=rows)
-    assert scorer.row("static", tmp_path)["batch_logit_difference"] == pytest.approx(1 / prices_NC.std())
 
 
 def test_a_candidate_that_answers_otherwise_than_fp32_does_not_win_if_the_rows_can_show_it() -> None:
@@ -256,6 +238,28 @@ def test_a_weight_that_is_no_number_fails_the_finite_gate_by_name(models: Artifa
     onnx.save(model, tmp_path / "model.onnx")
     with pytest.raises(GateError, match=f"finite gate: .*NaN or infinite.* in {weight.name}; the bound is 0"):
         onnx_graph.refuse_broken(tmp_path / "model.onnx")
+
+
+@pytest.mark.usefixtures("hasty")
+def test_a_candidate_whose_logits_are_no_numbers_is_left_out(
+    line: Line, models: Artifact, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def broken(source: Path, target: Path, *arguments: Any, **options: Any) -> None:
+        quantize_graph(source, target, *arguments, **options)
+        if target.name == "static.onnx":
+            model = onnx.load(target)
+            bias = next(item for item in model.graph.initializer if list(item.dims) == [len(tiny.TASK.labels)])
+            bias.CopyFrom(numpy_helper.from_array(np.full(bias.dims, np.nan, np.float32), bias.name))
+            onnx.save(model, target)
+
+    monkeypatch.setattr(search, "quantize_graph", broken)
+    made = run(settings(candidates=("static", "per-row"), max_excluded=0), line, models, tmp_path / "int8")
+    assert [item["scheme"] for item in made.metrics["candidates"]] == ["fp32", "per-row"]
+    assert "quantize leaves static out: accuracy gate: static gives logits that are no numbers" in caplog.text
+    assert [path.name for path in made.path.glob("*.onnx")] == ["model.onnx"]
+    message = r"no INT8 candidate is left to choose from; static is out: its logits are no numbers$"
+    with pytest.raises(GateError, match=message):
+        run(settings(max_excluded=0), line, models, tmp_path / "none")
 
 
 @pytest.mark.usefixtures("hasty", "saturated")
