@@ -19,7 +19,7 @@ from compressor.options import JsonOption
 if TYPE_CHECKING:
     from serving.operations import Change
 
-_RETRIES = 6  # of a request of a long job, over six seconds: a server that died is back by then
+_RETRIES = 30  # of a request of a long job, over two minutes: a server that died is back by then
 
 
 def serve(

@@ -1,7 +1,7 @@
 """`AsyncClient`: what `client.Client` does, for programs that wait in an event loop."""
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from contextlib import suppress
 from types import TracebackType
 from typing import Literal, Self, assert_never
@@ -9,7 +9,6 @@ from typing import Literal, Self, assert_never
 from serving.aio_transport import AsyncTransport, GrpcTransport, HttpTransport
 from serving.errors import NotFoundError, RequestError, ServingError, UnavailableError
 from serving.exchange import (
-    FIRST_PAUSE_S,
     MOST_CHANGES,
     Answer,
     Result,
@@ -19,8 +18,10 @@ from serving.exchange import (
     asked,
     check_pairs,
     encode_all,
+    listed,
     numbered,
     parts,
+    pauses_s,
     restless,
 )
 from serving.model import Text
@@ -51,7 +52,7 @@ class AsyncClient:
         retries: int = 0,
     ) -> None:
         """Prepare a connection; nothing is sent before the first call. Raises ServingError if the address is wrong."""
-        address = address_of(url, protocol, timeout_s)
+        address = address_of(url, protocol, timeout_s, retries)
         self._served, self._retries = Served(model, "" if version is None else str(version)), retries
         self._transport: AsyncTransport
         match protocol:
@@ -63,20 +64,21 @@ class AsyncClient:
                 assert_never(other)
         self._facts: ModelFacts | None = None
 
-    async def classify(self, texts: Sequence[Text]) -> list[Answer]:
+    async def classify(self, texts: Iterable[Text]) -> list[Answer]:
         """Return one answer for each text or (first, second) pair, in order; [] for no texts.
 
         Raises what `Client.classify` does. After the first error no more requests are sent, and those under way are
         waited for: Triton 2.51 can die of a gRPC request that is given up. A task that is cancelled gives them up.
         """
-        raw = encode_all(texts)
+        sent = listed(texts)
+        raw = encode_all(sent)
         if not raw:
             return []
         for _ in range(MOST_CHANGES):
             facts = await self._known()
             try:
                 with suppress(StaleFactsError):
-                    return await self._classify(facts, texts, raw)
+                    return await self._classify(facts, sent, raw)
             except RequestError:
                 # Another version may take what this one refuses.
                 if not await self._has_changed(facts):
@@ -162,11 +164,9 @@ class AsyncClient:
         return now != facts
 
     async def _tried(self, ask: Callable[[], Awaitable[Result]]) -> Result:
-        for left in reversed(range(self._retries + 1)):
+        for pause_s in pauses_s(self._retries):
             try:
                 return await ask()
             except UnavailableError:
-                if not left:
-                    raise
-            await asyncio.sleep(FIRST_PAUSE_S * 2 ** (self._retries - left))
-        raise AssertionError("the last try returns or raises")
+                await asyncio.sleep(pause_s)
+        return await ask()

@@ -23,6 +23,7 @@ from serving.transport import (
     facts_of_json,
     http_request,
     no_server,
+    readable,
 )
 
 _CONNECTIONS = 100
@@ -94,8 +95,7 @@ class HttpTransport:
         """Send one request, the texts of each input by its name, and return the outputs asked for."""
         tensors, wanted = http_request(library, inputs, outputs)
         with _http_border(self._address, self._timeout_s):
-            result = await self._client.infer(model.name, tensors, model.version, outputs=wanted)
-        return answered(result, outputs)
+            return answered(await self._client.infer(model.name, tensors, model.version, outputs=wanted), outputs)
 
     async def facts(self, model: Served) -> ModelFacts:
         """Read the configuration of a model."""
@@ -131,7 +131,7 @@ def _grpc_border(address: str, timeout_s: float) -> Iterator[None]:
 @contextmanager
 def _http_border(address: str, timeout_s: float) -> Iterator[None]:
     """Turn the errors of HTTP into those of this package; some of its own have no base in the standard library."""
-    with border(address, timeout_s):
+    with border(address, timeout_s), readable(address):
         try:
             yield
         except RuntimeError as error:

@@ -4,14 +4,13 @@
 """
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Protocol, Self, assert_never
 
 from serving.errors import NotFoundError, RequestError, ServingError, UnavailableError
 from serving.exchange import (
-    FIRST_PAUSE_S,
     MOST_CHANGES,
     Answer,
     Result,
@@ -22,8 +21,10 @@ from serving.exchange import (
     check_pairs,
     classification,
     encode_all,
+    listed,
     numbered,
     parts,
+    pauses_s,
     regression,
     restless,
 )
@@ -79,12 +80,13 @@ class Client:
         """Prepare a connection to `url`, host:port of the protocol; one request may take `timeout_s` seconds.
 
         A request that found no server, or one that cannot answer now, is sent up to `retries` times more, after 0.1,
-        0.2, 0.4 ... seconds: to ask twice changes nothing on the server. What was refused, or late, is not sent again.
+        0.2, 0.4 ... seconds, 5 at most: to ask twice changes nothing on the server. What was refused, or late, is not
+        sent again.
         `version` asks for one version of the model; None takes the one that the server serves to everybody.
 
         Raises ServingError if the address or the time is wrong, or if the client library is not installed.
         """
-        address = address_of(url, protocol, timeout_s)
+        address = address_of(url, protocol, timeout_s, retries)
         self._retries = retries
         self._transport: Transport = _open(protocol, address, timeout_s)
         from serving.transport import Served
@@ -102,7 +104,7 @@ class Client:
         """Whether that version reads pairs."""
         return self._known().is_pair
 
-    def classify(self, texts: Sequence[Text]) -> list[Answer]:
+    def classify(self, texts: Iterable[Text]) -> list[Answer]:
         """Return one answer for each text or (first, second) pair, in order; [] for no texts.
 
         A model with labels answers Classifications, one without answers Regressions. More texts than the model takes
@@ -112,14 +114,15 @@ class Client:
         a request takes longer than `timeout_s`, NotFoundError if there is no such model, and ServingError if the server
         fails on the request or turns this client away.
         """
-        raw = encode_all(texts)
+        sent = listed(texts)
+        raw = encode_all(sent)
         if not raw:
             return []
         for _ in range(MOST_CHANGES):
             facts = self._known()
             try:
                 with suppress(StaleFactsError):
-                    return self._classify(facts, texts, raw)
+                    return self._classify(facts, sent, raw)
             except RequestError:
                 # Another version may take what this one refuses.
                 if not self._has_changed(facts):
@@ -184,16 +187,12 @@ class Client:
         return now != facts
 
     def _tried(self, ask: Callable[[], Result]) -> Result:
-        pause_s = FIRST_PAUSE_S
-        for left in reversed(range(self._retries + 1)):
+        for pause_s in pauses_s(self._retries):
             try:
                 return ask()
             except UnavailableError:
-                if not left:
-                    raise
-            time.sleep(pause_s)
-            pause_s *= 2
-        raise AssertionError("the last try returns or raises")
+                time.sleep(pause_s)
+        return ask()
 
 
 class FakeClient:
@@ -233,12 +232,13 @@ class FakeClient:
         """What `pair` said."""
         return self._pair
 
-    def classify(self, texts: Sequence[Text]) -> list[Answer]:
+    def classify(self, texts: Iterable[Text]) -> list[Answer]:
         """Return one answer for each text or pair, in order; raise RequestError as `Client` does."""
-        encode_all(texts)
-        check_pairs(texts, "fake", self._pair)
-        self.calls.append(tuple(texts))
-        return [self._answer(text) for text in texts]
+        sent = listed(texts)
+        encode_all(sent)
+        check_pairs(sent, "fake", self._pair)
+        self.calls.append(tuple(sent))
+        return [self._answer(text) for text in sent]
 
     def is_ready(self) -> bool:
         """Say what `ready` said."""

@@ -1,7 +1,7 @@
 """What the clients have in common: texts are checked and encoded, and answers get their types."""
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -16,6 +16,12 @@ Result = TypeVar("Result")
 
 FIRST_PAUSE_S = 0.1
 """Pause before the first retry; it doubles each time."""
+
+MAX_PAUSE_S = 5.0
+"""Longest pause before a retry."""
+
+MAX_TIMEOUT_S = 86_400
+"""Longest time to wait for an answer, a day: gRPC takes an endless one for none."""
 
 MAX_REQUEST_BYTES = 500_000
 """Most that the texts of one request may hold; `serving.entry.model`, which stands alone, has the same bound."""
@@ -76,15 +82,28 @@ Answer = Classification | Regression
 """Which of the two is the model's nature: all answers of one model are of one kind."""
 
 
-def address_of(url: str, protocol: str, timeout_s: float) -> str:
-    """Return host:port of a server's address; raise ServingError if it, or the time, is none."""
+def address_of(url: str, protocol: str, timeout_s: float, retries: int = 0) -> str:
+    """Return host:port of a server's address; raise ServingError if it, the time or the number of retries is none."""
     scheme, _, rest = url.rpartition("://")
     address = rest.rstrip("/")
-    if scheme not in ("", protocol) or ":" not in address or "/" in address:
+    host, _, port = address.rpartition(":")
+    if scheme not in ("", protocol) or not host or "/" in address:
         raise ServingError(f"server address {url!r} with protocol {protocol}; write host:port, like 127.0.0.1:8001")
-    if not timeout_s > 0:
-        raise ServingError(f"timeout_s is {timeout_s}; it must be more than 0 seconds")
+    if not (port.isascii() and port.isdigit() and 0 < int(port) < 2**16):
+        raise ServingError(f"server address {url!r} has the port {port!r}; it must be a number from 1 to 65535")
+    if ":" in host and not (host.startswith("[") and host.endswith("]")):
+        raise ServingError(f"server address {url!r} is ambiguous; write addresses of version 6 as [{host}]:{port}")
+    if not 0 < timeout_s <= MAX_TIMEOUT_S:
+        raise ServingError(f"timeout_s is {timeout_s}; it must be more than 0 and at most {MAX_TIMEOUT_S} seconds")
+    if not isinstance(retries, int) or retries < 0:
+        raise ServingError(f"retries is {retries!r}; it must be a whole number of at least 0")
     return address
+
+
+def pauses_s(retries: int) -> Iterator[float]:
+    """Yield how long to wait before each retry: twice as long each time, up to `MAX_PAUSE_S`."""
+    for number in range(retries):
+        yield min(FIRST_PAUSE_S * 2**number, MAX_PAUSE_S)
 
 
 def asked(facts: "ModelFacts", raw: Sequence[tuple[bytes, ...]]) -> tuple[dict[str, Sequence[bytes]], tuple[str, ...]]:
@@ -187,10 +206,15 @@ def check_pairs(texts: Sequence[Text], model: str, is_pair: bool) -> None:
             raise RequestError(f"text {index} is a single one and model {model} reads pairs; send (first, second)")
 
 
-def encode_all(texts: Sequence[Text]) -> list[tuple[bytes, ...]]:
-    """Return texts or pairs as UTF-8; raise RequestError if one is none, or cannot be encoded."""
+def listed(texts: Iterable[Text]) -> list[Text]:
+    """Return texts or pairs that may come only once, as of a generator; raise RequestError for one str."""
     if isinstance(texts, str):
         raise RequestError("texts is one str; pass a list of them: [text]")
+    return list(texts)
+
+
+def encode_all(texts: Sequence[Text]) -> list[tuple[bytes, ...]]:
+    """Return texts or pairs as UTF-8; raise RequestError if one is none, or cannot be encoded."""
     return [_encode(index, text) for index, text in enumerate(texts)]
 
 

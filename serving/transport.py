@@ -141,13 +141,12 @@ class HttpTransport:
     def infer(self, model: Served, inputs: Mapping[str, Sequence[bytes]], outputs: Sequence[str]) -> Answered:
         """Send one request, the texts of each input by its name, and return the outputs asked for."""
         tensors, asked = http_request(self._library, inputs, outputs)
-        with border(self._address, self._timeout_s):
-            result = self._open().infer(model.name, tensors, model.version, outputs=asked)
-        return answered(result, outputs)
+        with border(self._address, self._timeout_s), readable(self._address):
+            return answered(self._open().infer(model.name, tensors, model.version, outputs=asked), outputs)
 
     def facts(self, model: Served) -> ModelFacts:
         """Read the configuration of a model."""
-        with border(self._address, self._timeout_s):
+        with border(self._address, self._timeout_s), readable(self._address):
             return facts_of_json(model, self._open().get_model_config(model.name, model.version))
 
     def is_ready(self, model: Served) -> bool:
@@ -303,6 +302,15 @@ def border(
     except (OSError, HTTPException) as error:
         reason = "the name is unknown" if isinstance(error, socket.gaierror) else str(error) or type(error).__name__
         raise UnavailableError(no_server(address, reason)) from error
+
+
+@contextmanager
+def readable(address: str) -> Iterator[None]:
+    """Turn what comes of a web page, or of other JSON, in place of what Triton writes over HTTP, into NotFoundError."""
+    try:
+        yield
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise NotFoundError(f"what answers at {address} is no Triton; check host and port") from error
 
 
 def _cause(error: Any) -> tuple[str, str]:

@@ -90,7 +90,7 @@ def test_a_long_list_goes_few_requests_at_a_time() -> None:
     async def ask() -> None:
         client, server = await slow_client()
         texts = [str(number) for number in range(403)]
-        assert [answer.text for answer in await client.classify(texts)] == texts
+        assert [answer.text for answer in await client.classify(iter(texts))] == texts
         assert (server.asked, server.most) == (101, IN_FLIGHT)
         # What others ask does not wait for a long list.
         server.most = 0

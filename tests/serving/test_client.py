@@ -6,7 +6,8 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any, Literal
 
@@ -395,6 +396,16 @@ def test_fake_refuses_what_the_server_would(text: Text, message: str) -> None:
 def test_fake_of_a_regression_answers_no_label() -> None:
     with pytest.raises(RequestError, match=r"the fake answers 'blue', which is none of its labels \(\)"):
         FakeClient({"odd": "blue"}, labels=()).classify(["odd"])
+
+
+@pytest.mark.parametrize("make", [iter, dict.fromkeys, deque, tuple])
+def test_texts_come_as_anything_that_gives_them(make: Callable[[list[str]], Iterable[str]]) -> None:
+    given = ["x", "y", "z"]
+    client, _ = client_of("1")
+    fake = FakeClient(lambda _: "positive")
+    for each in (client, fake):
+        assert [answer.text for answer in each.classify(make(given))] == given
+    assert fake.calls == [tuple(given)]
 
 
 def test_fake_takes_a_list_as_the_client_does() -> None:

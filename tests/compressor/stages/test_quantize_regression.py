@@ -55,14 +55,14 @@ def test_scores_far_from_fp32s_do_not_win_by_their_correlation(
     assert (rows[1]["drop"], rows[1]["flips"]) == (0.0, 0.0)
     assert rows[1]["score_difference_fp32"] == pytest.approx(difference, abs=0.01)
     assert BOUNDS.faults(rows[1]) == [f"scores differ from those of fp32 by {difference:.2f} of their spread"]
-    assert BOUNDS.excess(rows[1]) == pytest.approx(difference - 0.1, abs=0.01)
-    message = rf"scores differ from those of fp32 by {difference:.2f} of their spread, the bound is 0\.10;"
+    assert BOUNDS.excess(rows[1]) == pytest.approx(difference - 0.25, abs=0.01)
+    message = rf"scores differ from those of fp32 by {difference:.2f} of their spread, the bound is 0\.25;"
     with pytest.raises(GateError, match=message):
         choose(rows, BOUNDS)
 
 
 def test_scores_close_to_fp32s_win(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rows = table(tmp_path, monkeypatch, 1.01, 0.01)
-    assert 0 < rows[1]["score_difference_fp32"] < 0.1
+    assert 0 < rows[1]["score_difference_fp32"] < 0.25
     assert BOUNDS.excess(rows[1]) == 0
     assert choose(rows, BOUNDS) == "static"
