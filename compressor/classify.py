@@ -17,7 +17,7 @@ from compressor import table_writer, tables
 from compressor.errors import ConfigError, DataError
 from compressor.progress import Progress
 from serving.client import Classifier
-from serving.errors import RequestError
+from serving.errors import DeadlineError, RequestError
 from serving.exchange import Answer, Classification, Regression
 from serving.model import Text
 
@@ -166,7 +166,12 @@ def _in_order(
         if own.client is None:
             own.client = connect()
             clients.append(own.client)
-        return answered(own.client, _texts(batch, columns))
+        texts = _texts(batch, columns)
+        try:
+            return answered(own.client, texts)
+        except DeadlineError:
+            # A server that was killed, or was busy for a moment, must not cost the rows that are done.
+            return answered(own.client, texts)
 
     waiting = deque[tuple[list[dict[str, Any]], Future[list[Answer | RequestError]]]]()
     pool = ThreadPoolExecutor(in_flight, thread_name_prefix="classify")

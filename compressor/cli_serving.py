@@ -353,6 +353,9 @@ def classify_file(
 
     check_files(source, out, overwrite=overwrite)
     address = url or f"127.0.0.1:{8001 if protocol == 'grpc' else 8000}"
+    # Who names a server that is not there is told so at once, not after the retries of the job.
+    with Client(address, model=model, protocol=protocol, timeout_s=timeout_s) as client:
+        _ = client.labels
     facts = classify_file(
         source,
         out,

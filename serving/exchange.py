@@ -102,8 +102,10 @@ def address_of(url: str, protocol: str, timeout_s: float, retries: int = 0) -> s
 
 def pauses_s(retries: int) -> Iterator[float]:
     """Yield how long to wait before each retry: twice as long each time, up to `MAX_PAUSE_S`."""
-    for number in range(retries):
-        yield min(FIRST_PAUSE_S * 2**number, MAX_PAUSE_S)
+    pause_s = FIRST_PAUSE_S
+    for _ in range(retries):
+        yield pause_s
+        pause_s = min(2 * pause_s, MAX_PAUSE_S)
 
 
 def asked(facts: "ModelFacts", raw: Sequence[tuple[bytes, ...]]) -> tuple[dict[str, Sequence[bytes]], tuple[str, ...]]:

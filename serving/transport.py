@@ -132,8 +132,9 @@ class HttpTransport:
     def __init__(self, address: str, timeout_s: float) -> None:
         """Prepare a connection; nothing is sent yet."""
         import tritonclient.http as library
+        from gevent import Timeout
 
-        self._library = library
+        self._library, self._limit = library, Timeout
         self._address, self._timeout_s = address, timeout_s
         self._client = library.InferenceServerClient(address, connection_timeout=timeout_s, network_timeout=timeout_s)
         self._is_closed = False
@@ -141,18 +142,18 @@ class HttpTransport:
     def infer(self, model: Served, inputs: Mapping[str, Sequence[bytes]], outputs: Sequence[str]) -> Answered:
         """Send one request, the texts of each input by its name, and return the outputs asked for."""
         tensors, asked = http_request(self._library, inputs, outputs)
-        with border(self._address, self._timeout_s), readable(self._address):
+        with self._asked(), readable(self._address):
             return answered(self._open().infer(model.name, tensors, model.version, outputs=asked), outputs)
 
     def facts(self, model: Served) -> ModelFacts:
         """Read the configuration of a model."""
-        with border(self._address, self._timeout_s), readable(self._address):
+        with self._asked(), readable(self._address):
             return facts_of_json(model, self._open().get_model_config(model.name, model.version))
 
     def is_ready(self, model: Served) -> bool:
         """Say whether the server and a model are ready; False if no server answers."""
         try:
-            with border(self._address, self._timeout_s):
+            with self._asked():
                 client = self._open()
                 return bool(client.is_server_ready() and client.is_model_ready(model.name, model.version))
         except (UnavailableError, DeadlineError):
@@ -162,6 +163,13 @@ class HttpTransport:
         """Close the connections."""
         self._is_closed = True
         self._client.close()
+
+    @contextmanager
+    def _asked(self) -> Iterator[None]:
+        """Guard what is asked; the library's own limit counts again with each piece of an answer."""
+        # An OSError: after any other, the library would count the connection as in use for ever.
+        with border(self._address, self._timeout_s), self._limit(self._timeout_s, TimeoutError):
+            yield
 
     def _open(self) -> Any:
         """Return the library's client; closed, it would wait for a connection for ever."""

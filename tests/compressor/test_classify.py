@@ -5,6 +5,7 @@ import random
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from compressor.cli import app
 from compressor.errors import ConfigError, DataError
 from serving import (
     Client,
+    DeadlineError,
     FakeClient,
     NotFoundError,
     RequestError,
@@ -181,6 +183,25 @@ def test_a_server_that_goes_ends_the_work_and_leaves_no_file(tmp_path: Path) -> 
     with pytest.raises(UnavailableError, match="no server answers"):
         classify_file(tmp_path / "in.jsonl", tmp_path / "out.csv", Columns(text="t"), lambda: FakeClient(gone))
     assert [path.name for path in tmp_path.iterdir()] == ["in.jsonl"]
+
+
+@pytest.mark.parametrize("times", [1, 2])
+def test_a_request_that_is_late_is_sent_once_more(tmp_path: Path, times: int) -> None:
+    table_writer.write(tmp_path / "in.jsonl", [{"t": f"good {n}"} for n in range(40)])
+    late_for = ["good 35"] * times
+
+    def answer(text: Text) -> str:
+        if text in late_for:
+            late_for.remove(str(text))
+            raise DeadlineError("no answer within 30 s")
+        return "positive"
+
+    with pytest.raises(DeadlineError) if times > 1 else nullcontext():
+        facts = classify_file(
+            tmp_path / "in.jsonl", tmp_path / "out.csv", Columns(text="t"), lambda: FakeClient(answer)
+        )
+        assert facts == {"rows": 40, "refused": 0}
+    assert late_for == []
 
 
 def test_tables_in_memory() -> None:

@@ -14,6 +14,7 @@ import pytest
 
 from compressor import cli_serving, machine
 from serving import TritonServer, free_port, repository, versions
+from serving.exchange import pauses_s
 from tests.serving.conftest import tiny_model
 from tests.tiny import Ended, main, sentence
 
@@ -233,3 +234,15 @@ def test_standard_input_that_is_no_text_is_refused(
 ) -> None:
     done = main(monkeypatch, capsys, "classify", "-", stdin=b"a good film\n\xff\xfe\n")
     assert "standard input, line 2: not UTF-8" in sentence(done)
+
+
+def test_a_file_is_not_sent_to_no_server_again_and_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    # Once it has begun it waits for a server that was killed; ready again took one ten seconds.
+    assert sum(pauses_s(cli_serving._RETRIES)) > 120
+    monkeypatch.setattr("serving.client.time.sleep", lambda _: pytest.fail("it was sent again"))
+    (tmp_path / "in.jsonl").write_text('{"t": "good"}\n')
+    run = ("classify-file", tmp_path / "in.jsonl", tmp_path / "out.csv", "--text", "t")
+    done = main(monkeypatch, capsys, *run, "--url", f"127.0.0.1:{free_port()}")
+    assert "no server answers at 127.0.0.1" in sentence(done)

@@ -1,14 +1,18 @@
 """What a client says of arguments that cannot work, and of what is no server."""
 
 import math
+import socket
 import threading
+import time
+from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from typing import Any
 
 import pytest
 
 from serving.client import Client
-from serving.errors import NotFoundError, ServingError
+from serving.errors import DeadlineError, NotFoundError, ServingError
+from serving.exchange import pauses_s
 
 
 @pytest.mark.parametrize(
@@ -44,7 +48,7 @@ def test_a_web_page_is_no_server(body: bytes) -> None:
             """Say nothing."""
 
     with HTTPServer(("127.0.0.1", 0), Page) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
+        threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
         try:
             with (
                 Client(f"127.0.0.1:{server.server_port}", protocol="http") as client,
@@ -53,3 +57,31 @@ def test_a_web_page_is_no_server(body: bytes) -> None:
                 client.classify(["good"])
         finally:
             server.shutdown()
+
+
+def test_an_answer_that_drips_is_late() -> None:
+    def drip() -> None:
+        for _ in range(2):
+            with server.accept()[0] as connection, suppress(OSError):
+                connection.send(b"HTTP/1.1 200 OK\r\nX-Slow: ")
+                for _ in range(60):
+                    connection.send(b"x")
+                    time.sleep(0.05)
+
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        thread = threading.Thread(target=drip)
+        thread.start()
+        with Client(f"127.0.0.1:{server.getsockname()[1]}", protocol="http", timeout_s=0.2) as client:
+            begun = time.monotonic()
+            # The second has the connection that the first gave up.
+            for _ in range(2):
+                with pytest.raises(DeadlineError, match=r"gave no answer within 0\.2 s"):
+                    client.classify(["good"])
+            assert time.monotonic() - begun < 2
+        thread.join()
+
+
+def test_pauses_double_up_to_the_longest() -> None:
+    assert list(pauses_s(8)) == pytest.approx([0.1, 0.2, 0.4, 0.8, 1.6, 3.2, 5, 5])
+    assert list(pauses_s(0)) == []
+    assert max(pauses_s(2000)) == 5
