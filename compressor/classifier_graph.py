@@ -12,23 +12,30 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import BertForSequenceClassification, BertPreTrainedModel
+from transformers import BertForSequenceClassification
 from transformers.modeling_outputs import SequenceClassifierOutput
 
 MASKED = -10_000.0  # added to scores of padding: exp() makes it 0, and fp16 still holds it
 
 
-class ClassifierGraph(BertPreTrainedModel):  # type: ignore[misc]  # untyped; exporters want this class and its config
+class ClassifierGraph(nn.Module):
     """A trained classifier, rewritten; shares what it does not rewrite."""
 
     def __init__(self, model: BertForSequenceClassification) -> None:
-        super().__init__(model.config)
+        super().__init__()
+        self.config = model.config  # as the library's models have it, and `device`: exporters and predictors ask
         *inner, last = model.bert.encoder.layer
         self.embeddings = _Embeddings(model.bert.embeddings)
         self.layers = nn.ModuleList([_Layer(layer) for layer in inner])
         self.last = _LastLayer(last)
         self.head = _Head(model)
         self.eval()
+
+    @property
+    def device(self) -> torch.device:
+        """Where its weights are."""
+        device: torch.device = self.head.classifier.weight.device
+        return device
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor, token_type_ids: Tensor) -> Any:
         """Logits; the arguments, each (B, S), have the names of the graph's inputs."""

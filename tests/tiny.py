@@ -291,7 +291,7 @@ def main(
     timing of models, and lets libraries warn, as the exporter and the quantizer do.
     """
     if hasty:
-        _hurry(monkeypatch)
+        hurry(monkeypatch)
     monkeypatch.setattr(sys, "argv", [entry.__module__.partition(".")[0], *map(str, arguments)])
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(stdin)))
     capsys.readouterr()  # what was written before is not the command's
@@ -305,7 +305,7 @@ def main(
     raise AssertionError("the command did not exit")
 
 
-def _hurry(monkeypatch: pytest.MonkeyPatch) -> None:
+def hurry(monkeypatch: pytest.MonkeyPatch) -> None:
     """What HASTY does in a program."""
     defaults: Any = latency.time_in_turns.__kwdefaults__
     monkeypatch.setitem(defaults, "rounds", 1)

@@ -9,7 +9,6 @@ import hashlib
 import logging
 import math
 import os
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -311,11 +310,11 @@ def _is_whole(file: Path) -> bool:
 
 
 def _take_space(file: Path) -> None:
-    """Have the disk give a new file its space, as far as systems can. Raises OSError if there is too little.
+    """Have the disk give a new file its space. Raises OSError if there is too little.
 
     Where it is written through memory, a full disk would end the process with a signal instead.
     """
-    if sys.platform == "linux":
+    if hasattr(os, "posix_fallocate"):  # macOS has none
         with file.open("r+b") as opened:
             os.posix_fallocate(opened.fileno(), 0, file.stat().st_size)
 

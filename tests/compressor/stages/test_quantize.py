@@ -14,7 +14,7 @@ import onnx
 import pytest
 from onnx import numpy_helper
 
-from compressor import latency, machine, onnx_graph
+from compressor import machine, onnx_graph
 from compressor.artifact import Artifact
 from compressor.bounds import Bounds
 from compressor.config import QuantizeConfig
@@ -173,11 +173,7 @@ def test_answers_of_a_target_with_vnni_are_scored_without_saturation_where_there
 @pytest.fixture
 def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
     """Time little."""
-    defaults: Any = latency.time_in_turns.__kwdefaults__
-    monkeypatch.setitem(defaults, "rounds", 1)
-    monkeypatch.setitem(defaults, "turn_s", 0.0)
-    monkeypatch.setattr(latency, "SETTLE_S", 0.0)
-    monkeypatch.setattr(machine, "LOOK_S", 0.1)
+    tiny.hurry(monkeypatch)
 
 
 @pytest.fixture
